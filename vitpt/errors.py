@@ -25,9 +25,7 @@ class VitptError(Exception):
         exit_code: exit status of the command.
     """
 
-    def __init__(
-        self, message: str, *, hint: str | None = None, exit_code: Exit = Exit.USAGE
-    ) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: Exit = Exit.USAGE) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint

@@ -1,0 +1,1 @@
+"""Recipes: the schema, and loading with every error at once."""

@@ -5,9 +5,9 @@ goes: it may change on resume). The YAML key, the field name and the metric name
 """
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 Role = Literal["result", "execution"]
 MODEL_NAME = re.compile(r"vit_(ti|s|b|l|h)([1-9]\d*)")
@@ -26,15 +26,23 @@ def execution(default: Any = ..., **kwargs: Any) -> Any:
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Part = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RandomResizedCrop(Section):
     """A random window of the image, resized to the model's resolution."""
 
     kind: Literal["random_resized"] = "random_resized"
-    area: tuple[float, float] = result((0.05, 1.0), description="share of the image's area, smallest and largest")
-    ratio: tuple[float, float] = result((0.75, 4 / 3), description="width / height of the window, smallest and largest; log-uniform")
+    area: tuple[Share, Share] = result((0.05, 1.0), description="share of the image's area, smallest and largest")
+    ratio: tuple[Positive, Positive] = result(
+        (0.75, 4 / 3), description="width / height of the window, smallest and largest; log-uniform"
+    )
 
 
 class Squash(Section):
@@ -52,26 +60,47 @@ class ShortCrop(Section):
 
 TrainCrop = Annotated[RandomResizedCrop | Squash | ShortCrop, Field(discriminator="kind")]
 EvalCrop = Annotated[Squash | ShortCrop, Field(discriminator="kind")]
-Triple = tuple[float, float, float]
 
 
 class Data(Section):
     """Which samples, seen how."""
 
-    path: str = execution(description="shards: URL, absolute path, path relative to the working directory, or bundled:NAME")
+    path: str = execution(
+        description="shards: URL, absolute path, path relative to the working directory, or bundled:NAME"
+    )
     split: str = result("train", description="split to train on")
-    order: Literal["global"] = result("global", description="order of the samples: a keyed permutation of the split per pass")
-    fraction: float = result(1.0, gt=0, le=1, description="share of the samples used: a prefix of one fixed permutation, so smaller shares are nested in larger ones")
+    order: Literal["global"] = result(
+        "global", description="order of the samples: a keyed permutation of the split per pass"
+    )
+    fraction: float = result(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the samples used: a prefix of one fixed permutation, so smaller shares are nested in larger ones",
+    )
     labelled_only: bool = result(False, description="use only samples with a label")
     crop: TrainCrop = result(RandomResizedCrop(), description="window of the training view")
-    flip: Literal["none", "horizontal", "both"] = result("horizontal", description="random flips, each with probability 1/2")
-    mean: Triple = result((0.5, 0.5, 0.5), description="mean of the pixels in [0, 1], per channel")
-    std: Triple = result((0.5, 0.5, 0.5), description="standard deviation of the pixels in [0, 1], per channel")
-    max_bad_fraction: float = execution(1e-3, ge=0, le=1, description="largest share of the split's samples that may be undecodable before the run stops")
+    flip: Literal["none", "horizontal", "both"] = result(
+        "horizontal", description="random flips, each with probability 1/2"
+    )
+    mean: tuple[float, float, float] = result((0.5, 0.5, 0.5), description="mean of the pixels in [0, 1], per channel")
+    std: tuple[Positive, Positive, Positive] = result(
+        (0.5, 0.5, 0.5), description="standard deviation of the pixels in [0, 1], per channel"
+    )
+    max_bad_fraction: float = execution(
+        1e-3,
+        ge=0,
+        le=1,
+        description="largest share of the split's samples that may be undecodable before the run stops",
+    )
     decoder: Literal["auto", "dali_gpu", "dali_cpu", "cpu"] = execution("auto", description="who decodes the images")
-    threads: Literal["auto"] | Annotated[int, Field(ge=1)] = execution("auto", description="decoder threads per process")
+    threads: Literal["auto"] | Annotated[int, Field(ge=1)] = execution(
+        "auto", description="decoder threads per process"
+    )
     prefetch: int = execution(2, ge=1, description="micro-batches decoded ahead")
-    crc: Literal["first", "always", "never"] = execution("first", description="when a sample's crc32 is checked: in the first pass, always or never")
+    crc: Literal["first", "always", "never"] = execution(
+        "first", description="when a sample's crc32 is checked: in the first pass, always or never"
+    )
 
 
 class Model(Section):
@@ -87,9 +116,13 @@ class Model(Section):
     mlp: int | None = result(None, ge=1, description="hidden width of the MLP")
     patch: int | None = result(None, ge=1, description="patch side, pixels")
     res: int = result(224, ge=1, description="image side, pixels")
-    pool: Literal["tok", "gap"] = result("tok", description="tok: a class token is read; gap: the mean of the patches, no class token")
+    pool: Literal["tok", "gap"] = result(
+        "tok", description="tok: a class token is read; gap: the mean of the patches, no class token"
+    )
     pos_embed: Literal["learned", "sincos2d", "none"] = result("learned", description="position embedding")
-    gelu: Literal["tanh", "erf"] = result("tanh", description="GELU: tanh approximation (as the authors' code) or exact")
+    gelu: Literal["tanh", "erf"] = result(
+        "tanh", description="GELU: tanh approximation (as the authors' code) or exact"
+    )
     dropout: float = result(0.0, ge=0, lt=1, description="after positions, attention projection and both MLP layers")
     drop_path: float = result(0.0, ge=0, lt=1, description="stochastic depth of the last block; linear in depth")
 
@@ -98,10 +131,16 @@ class Supervised(Section):
     """Classification."""
 
     kind: Literal["supervised"] = "supervised"
-    loss: Literal["softmax", "sigmoid"] = result("softmax", description="softmax cross-entropy, or sigmoid cross-entropy summed over classes")
+    loss: Literal["softmax", "sigmoid"] = result(
+        "softmax", description="softmax cross-entropy, or sigmoid cross-entropy summed over classes"
+    )
     label_smoothing: float = result(0.0, ge=0, lt=1, description="share of the target spread over all classes")
-    head_bias: float = result(0.0, description="initial bias of the head; -6.9 or -10 with sigmoid on 1k or 21k classes")
-    representation: bool = result(False, description="a hidden tanh layer before the head (paper section 3.1); cannot be exported to timm")
+    head_bias: float = result(
+        0.0, description="initial bias of the head; -6.9 or -10 with sigmoid on 1k or 21k classes"
+    )
+    representation: bool = result(
+        False, description="a hidden tanh layer before the head (paper section 3.1); cannot be exported to timm"
+    )
 
 
 class Mpp(Section):
@@ -109,8 +148,12 @@ class Mpp(Section):
 
     kind: Literal["mpp"] = "mpp"
     corrupt: float = result(0.5, gt=0, le=1, description="share of the patch embeddings that is corrupted")
-    shares: tuple[float, float, float] = result((0.8, 0.1, 0.1), description="of the corrupted: replaced by the mask token, by another patch, kept")
-    target: Literal["mean_color_3bit", "cells_4x4_3bit", "pixels"] = result("mean_color_3bit", description="what is predicted of each corrupted patch")
+    shares: tuple[Part, Part, Part] = result(
+        (0.8, 0.1, 0.1), description="of the corrupted: replaced by the mask token, by another patch, kept"
+    )
+    target: Literal["mean_color_3bit", "cells_4x4_3bit", "pixels"] = result(
+        "mean_color_3bit", description="what is predicted of each corrupted patch"
+    )
     norm_pix: bool = result(False, description="target pixels: normalise each patch by its own mean and variance")
 
 
@@ -119,7 +162,7 @@ class AdamW(Section):
 
     kind: Literal["adamw"] = "adamw"
     lr: float = result(gt=0, description="peak learning rate, for the recipe's global batch")
-    betas: tuple[float, float] = result((0.9, 0.999), description="decay of the moments")
+    betas: tuple[Beta, Beta] = result((0.9, 0.999), description="decay of the moments")
     eps: float = result(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = result(0.0, ge=0, description="of Linear and Conv weights only")
     clip_grad_norm: float | None = result(1.0, gt=0, description="largest global norm of the gradient; null: none")
@@ -150,19 +193,15 @@ class Ema(Section):
 
 
 class Train(Section):
-    """Length and batch."""
+    """Length (exactly one of `steps` and `epochs`) and batch."""
 
     steps: int | None = result(None, ge=1, description="optimizer steps")
     epochs: float | None = result(None, gt=0, description="passes over the data, instead of steps")
     global_batch_size: int = result(ge=1, description="samples of one step, over all processes")
-    micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = execution("auto", description="largest number of samples a process runs at once")
+    micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = execution(
+        "auto", description="largest number of samples a process runs at once"
+    )
     precision: Literal["auto", "fp32", "bf16"] = result("auto", description="auto: bf16 on CUDA, fp32 on CPUs")
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("exactly one of steps and epochs is needed")
-        return self
 
 
 class Eval(Section):
@@ -197,7 +236,7 @@ class Recipe(Section):
     seed: int = result(0, ge=0, lt=2**32, description="seed of every random number")
     finetune: str | None = execution(None, description="recipe that `vitpt finetune` takes after this one")
     data: Data
-    model: Model
+    model: Model = Model()
     objective: Annotated[Supervised | Mpp, Field(discriminator="kind")]
     optim: Annotated[AdamW | Sgd, Field(discriminator="kind")]
     schedule: Schedule = Schedule()
