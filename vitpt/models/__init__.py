@@ -1,0 +1,1 @@
+"""Vision Transformer backbones in plain torch; parameter names are timm's."""
