@@ -106,7 +106,9 @@ class Planner:
         return replace(self, rank=rank)
 
 
-def training_planner(data: Data, size: int, seed: int, split: Split, slots: Slots, rank: int, draws: Draws) -> Planner:
+def training_planner(
+    data: Data, size: int, seed: int, split: Split, slots: Slots, rank: int, draws: DrawsOfSeed
+) -> Planner:
     """The planner of a training run: endless passes in global order, random views.
 
     Args:
