@@ -14,6 +14,7 @@ class Exit(IntEnum):
     FAILED = 5  # diverged, or the budget of bad samples is spent
     PREEMPTED = 75  # saved: run the same command again (EX_TEMPFAIL of sysexits.h)
     INTERRUPTED = 130  # Ctrl-C
+    PIPE_CLOSED = 141  # whoever read the output went away (128 + SIGPIPE, as in a shell)
 
 
 class VitptError(Exception):

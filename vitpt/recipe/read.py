@@ -312,8 +312,9 @@ def _other_kind(model: type[Section], mapping: dict[str, tuple[Mark, Item]], pat
     if "kind" not in model.model_fields or dotted not in all_keys():
         return None
     kind = model.model_fields["kind"].default
+    more = ", ..." if len(model.model_fields) > 1 else ""
     overridden = "kind" in mapping and mapping["kind"][0].override
-    advice = f"; replace the whole section: -o '{path}={{kind: {kind}, ...}}'" if overridden else ""
+    advice = f"; replace the whole section: -o '{path}={{kind: {kind}{more}}}'" if overridden else ""
     return f"{dotted}: belongs to another kind than {kind}, which has {', '.join(model.model_fields)}{advice}"
 
 

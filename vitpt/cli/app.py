@@ -1,0 +1,134 @@
+"""The command line: which commands there are, and the border where errors become one message and an exit status."""
+
+import errno
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from vitpt import __version__
+from vitpt.cli import recipe
+from vitpt.cli.console import escape_name, write_line
+from vitpt.errors import Exit, VitptError
+
+
+class ErrorBorder(TyperGroup):
+    """Turns the failures a person can do something about into one message on stderr and an exit status.
+
+    Everything else is a bug and keeps its traceback (exit status 1).
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except VitptError as err:
+            fail(err.exit_code, str(err))
+        except KeyboardInterrupt:
+            fail(Exit.INTERRUPTED, "interrupted")
+        except MemoryError:
+            fail(Exit.ENVIRONMENT, "out of memory")
+        except BrokenPipeError:
+            # Python would complain once more when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(Exit.PIPE_CLOSED) from None
+        except OSError as err:
+            if err.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            where = f"{err.filename}: " if err.filename else ""
+            fail(Exit.ENVIRONMENT, f"{where}{os.strerror(err.errno)}")
+        except RuntimeError as err:
+            if not is_out_of_memory(err):
+                raise
+            fail(
+                Exit.ENVIRONMENT,
+                str(err).split("\n", 1)[0],
+                "Try a smaller -o train.micro_batch_size; the result stays the same.",
+            )
+
+
+def is_out_of_memory(err: RuntimeError) -> bool:
+    """Whether an error is torch's way of saying that a GPU or the machine has no memory left."""
+    return type(err).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in str(err)
+
+
+def fail(code: Exit, message: str, hint: str | None = None) -> None:
+    """Print a message, and a hint on a line of its own, and end with an exit status."""
+    rank = os.environ.get("RANK", "0")
+    prefix = "" if rank in ("", "0") else f"[rank {rank}] "
+    text = f"{message}\n{hint}" if hint else message
+    for line in text.split("\n"):
+        write_line(sys.stderr, prefix + escape_name(line))
+    raise typer.Exit(code)
+
+
+def _examples(*lines: str) -> str:
+    # \b keeps the lines as they are
+    return "\b\n" + "\n".join(["Examples:", *(f"  {line}" for line in lines)])
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        write_line(sys.stdout, f"vitpt {__version__}")
+        raise typer.Exit
+
+
+_SETTINGS: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
+
+app = typer.Typer(
+    cls=ErrorBorder,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    epilog=_examples("vitpt pretrain quickstart", "vitpt shard photos && vitpt recipe list"),
+    **_SETTINGS,
+)
+recipe_app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.", **_SETTINGS)
+app.add_typer(recipe_app, name="recipe")
+
+
+@app.callback(help="Pretrain Vision Transformers on your own images.")
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True, show_default=False
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+recipe_app.command(
+    "list", help="List the shipped recipes.", epilog=_examples("vitpt recipe list", "vitpt recipe list --json")
+)(recipe.list_recipes)
+recipe_app.command(
+    "show",
+    help="Print a recipe.",
+    no_args_is_help=True,
+    epilog=_examples(
+        "vitpt recipe show quickstart > my.yaml", "vitpt recipe show vit_b16_mpp -o optim.lr=1e-4 --resolved"
+    ),
+)(recipe.show)
+recipe_app.command(
+    "check",
+    help="Check recipes and print everything that is wrong with them.",
+    no_args_is_help=True,
+    epilog=_examples("vitpt recipe check my.yaml", "vitpt recipe check recipes/*.yaml --json"),
+)(recipe.check)
+recipe_app.command(
+    "schema",
+    help="Print the JSON Schema of recipes, for editors.",
+    epilog=_examples("vitpt recipe schema > recipe.schema.json", "vitpt recipe schema | less"),
+)(recipe.schema)
+
+
+def main() -> None:
+    """Run the command line: the console entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    app(prog_name="vitpt")
