@@ -85,9 +85,10 @@ class Supervised(nn.Module):
         smoothing = self.section.label_smoothing
         if self.section.loss == "softmax":
             return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
-        target = F.one_hot(labels, self.num_classes).to(logits.dtype)
-        target = target * (1 - smoothing) + smoothing / self.num_classes
-        return F.binary_cross_entropy_with_logits(logits, target, reduction="none").sum(dim=1)
+        # softplus(z) - t z, since the usual form z - t z - log sigmoid(z) loses two digits at the initial bias of -10
+        own = logits.gather(1, labels[:, None])[:, 0]
+        reward = (1 - smoothing) * own + smoothing * logits.mean(dim=1)
+        return F.softplus(logits).sum(dim=1) - reward
 
 
 def label_ranks(logits: Tensor, labels: Tensor) -> Tensor:
