@@ -1,0 +1,1 @@
+"""Evaluation: one pass over a split, exact counts."""
