@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     MPP_DONORS = 8  # which patch replaces it
     WRITE = 9  # order of the samples in training shards
     SPLIT = 10  # which samples become the validation split
+    DROPOUT = 11  # seed of element dropout, per step, rank and micro-batch
 
 
 def philox(counter: IntArray, key: Sequence[int] | IntArray) -> Words:
