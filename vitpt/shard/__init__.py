@@ -1,0 +1,1 @@
+"""Data at rest: folders of images become shards (`vitpt shard`)."""
