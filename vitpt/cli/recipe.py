@@ -1,6 +1,6 @@
 """`vitpt recipe`: list, show and check recipes, and the JSON Schema for editors."""
 
-from pathlib import Path
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -83,6 +83,7 @@ def check(
     from vitpt.recipe.load import load_recipe
 
     results: list[dict[str, Any]] = []
+    command = "pretrain"
     for name in recipes:
         try:
             loaded = load_recipe(name, override or ())
@@ -92,6 +93,7 @@ def check(
                 for line in str(err).split("\n"):
                     say(line)
             continue
+        command = "finetune" if loaded.recipe.model.name is None and loaded.recipe.model.width is None else "pretrain"
         summary = f"{loaded.recipe.objective.kind}, {model_summary(loaded.recipe)}"
         results.append({"recipe": name, "ok": True, "errors": []})
         if not json:
@@ -100,7 +102,7 @@ def check(
         result_json(results)
     if not all(result["ok"] for result in results):
         raise typer.Exit(Exit.USAGE)
-    say(f"Next: vitpt pretrain {Path(recipes[0])} --dry-run")
+    say(f"Next: vitpt {command} {shlex.quote(recipes[-1])} --dry-run")
 
 
 def schema() -> None:

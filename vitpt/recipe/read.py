@@ -22,7 +22,16 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 class WrongValueError(Exception):
-    """The text does not fit the type; says what was expected."""
+    """The text does not fit the type; says what was found and expected, and where.
+
+    Args:
+        mark: place of the value, or of the element of a list, that is wrong.
+        message: what was found and expected.
+    """
+
+    def __init__(self, mark: Mark, message: str) -> None:
+        super().__init__(message)
+        self.mark = mark
 
 
 @dataclass(frozen=True)
@@ -82,13 +91,13 @@ def read_value(alternatives: tuple[Spec, ...], item: Item) -> Any:
     expected = describe(alternatives)
     if item.is_empty:
         null = "; write null for none" if any(spec.base is types.NoneType for spec in alternatives) else ""
-        raise WrongValueError(f"nothing is written; expected {expected}{null}")
+        raise WrongValueError(item.mark, f"nothing is written; expected {expected}{null}")
     for spec in alternatives:
         reader = _READERS[get_origin(spec.base) or spec.base]
         value = reader(spec, item)
         if value is not _NO_MATCH:
             return value
-    raise WrongValueError(f"found {item.shown()}; {_closest(alternatives, item)}expected {expected}")
+    raise WrongValueError(item.mark, f"found {item.shown()}; {_closest(alternatives, item)}expected {expected}")
 
 
 _NO_MATCH = object()
@@ -257,7 +266,7 @@ class Reader:
         try:
             value = read_value(specs(field.annotation, _limits(field.metadata)), item)
         except WrongValueError as err:
-            self.complain(item.mark, f"{dotted}: {err}")
+            self.complain(err.mark, f"{dotted}: {err}")
             return None
         self.values[dotted] = value
         return value
@@ -276,7 +285,7 @@ class Reader:
             try:
                 kind = read_value((Spec(Literal[tuple(kinds)]),), item.value["kind"][1])
             except WrongValueError as err:
-                self.complain(item.value["kind"][1].mark, f"{dotted}.kind: {err}")
+                self.complain(err.mark, f"{dotted}.kind: {err}")
                 return {}
         elif field.is_required():
             self.complain(mark, f"{dotted}.kind: missing; expected one of {', '.join(kinds)}")
