@@ -85,6 +85,7 @@ def test_purposes_are_never_renumbered():
         ("MPP_DONORS", 8),
         ("WRITE", 9),
         ("SPLIT", 10),
+        ("DROPOUT", 11),
     ]
 
 
