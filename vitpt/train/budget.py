@@ -1,7 +1,5 @@
 """What a run will cost: the printed plan, and the micro-batch that fits."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -111,7 +109,7 @@ def forward_macs(job: Job) -> int:
 
 def backbone_parameters(job: Job) -> int:
     """Parameters of the backbone, without a head (paper section 3.1)."""
-    c: Any = job.model
+    c = job.model
     positions = (c.num_patches + c.num_prefix) * c.width if c.pos_embed == "learned" else 0
     block = 4 * c.width + 4 * (c.width**2 + c.width) + 2 * c.width * c.mlp + c.mlp + c.width
     return c.patch**2 * 3 * c.width + c.width + c.depth * block + 2 * c.width + c.num_prefix * c.width + positions

@@ -63,6 +63,7 @@ def fit(run: Run, report: Report) -> Record:
     norm = torch.zeros(())
     last_saved = time.monotonic()
     interval = Interval(first_step=state.step)
+    record: Record
     run.task.train()
     report.begin(state.step, run.job.steps)
     with StopSignals() as stop, run.loader.batches(state.step, run.job.steps) as batches:
@@ -97,7 +98,7 @@ def fit(run: Run, report: Report) -> Record:
             finished = state.step == run.job.steps
             logging = due(state.step, recipe.log.every_steps) or finished
             saving = due(state.step, recipe.save.every_steps) or finished or bool(signal) or bool(overdue_anywhere)
-            record: Record = {}
+            record = {}
             if logging or saving or _evaluating(run):
                 _collect_digests(run, interval)
                 check_finite(run, interval, norm)

@@ -100,7 +100,7 @@ class Run:
 
     def reduce(self, tensor: Tensor) -> Tensor:
         """Sum over all processes, on the device."""
-        return self.accelerator.reduce(tensor, "sum") if self.ranks > 1 else tensor  # type: ignore[no-any-return]
+        return self.accelerator.reduce(tensor, "sum") if self.ranks > 1 else tensor
 
     def agree(self, flags: list[int]) -> list[int]:
         """The largest value of each flag over all processes; never touches the device."""
@@ -108,7 +108,7 @@ class Run:
             return flags
         tensor = torch.tensor(flags, dtype=torch.int64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.cpu_group)
-        return tensor.tolist()  # type: ignore[no-any-return]
+        return tensor.tolist()
 
     def gather(self, items: list[Any]) -> list[Any]:
         """The items of all processes, in the order of the ranks."""
@@ -296,7 +296,8 @@ def _cpu_group(accelerator: Accelerator) -> dist.ProcessGroup | None:
     """A group for small agreements between hosts, or None for one process."""
     if accelerator.num_processes == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _slots(job: Job, accelerator: Accelerator, task: Task) -> Slots:
@@ -328,9 +329,6 @@ def _loaders(job: Job, accelerator: Accelerator, task: Task, slots: Slots) -> tu
     recipe, rank, ranks = job.recipe, accelerator.process_index, accelerator.num_processes
     size = job.model.image_size[0]
 
-    def draws(visits: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
-        return task.draws(recipe.seed, visits, ids)
-
     def loader(planner: Any, split: Any) -> Loader:
         return Loader(
             planner,
@@ -343,7 +341,7 @@ def _loaders(job: Job, accelerator: Accelerator, task: Task, slots: Slots) -> tu
             device=accelerator.device,
         )
 
-    training = loader(training_planner(recipe.data, size, recipe.seed, job.split, slots, rank, draws), job.split)
+    training = loader(training_planner(recipe.data, size, recipe.seed, job.split, slots, rank, task.draws), job.split)
     if recipe.eval is None or job.eval_split is None:
         return training, None, 0
     planner = evaluation_planner(
