@@ -3,13 +3,15 @@
 import errno
 import os
 import sys
+from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from vitpt import __version__
-from vitpt.cli import recipe
+from vitpt.cli import evaluate, finetune, pretrain, recipe, shard
 from vitpt.cli.console import escape_name, write_line
 from vitpt.errors import Exit, VitptError
 
@@ -77,17 +79,18 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_SETTINGS: dict[str, Any] = {"rich_markup_mode": None, "context_settings": {"help_option_names": ["-h", "--help"]}}
+_SETTINGS: dict[str, Any] = {
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+}
 
 app = typer.Typer(
     cls=ErrorBorder,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    epilog=_examples("vitpt pretrain quickstart", "vitpt shard photos && vitpt recipe list"),
+    epilog=_examples("vitpt pretrain quickstart", "vitpt shard photos"),
     **_SETTINGS,
 )
-recipe_app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.", **_SETTINGS)
-app.add_typer(recipe_app, name="recipe")
 
 
 @app.callback(help="Pretrain Vision Transformers on your own images.")
@@ -102,28 +105,77 @@ def _options(
     pass
 
 
-recipe_app.command(
-    "list", help="List the shipped recipes.", epilog=_examples("vitpt recipe list", "vitpt recipe list --json")
-)(recipe.list_recipes)
-recipe_app.command(
+def _add(parent: typer.Typer, function: Callable[..., None], name: str, text: str, *examples: str) -> None:
+    """Add a command; its options are the function's parameters, its help is `text` and copyable examples."""
+    required = any(parameter.default is Parameter.empty for parameter in signature(function).parameters.values())
+    parent.command(name, help=text, epilog=_examples(*examples), no_args_is_help=required)(function)
+
+
+def _add_group(name: str, text: str) -> typer.Typer:
+    group = typer.Typer(no_args_is_help=True, **_SETTINGS)
+    app.add_typer(group, name=name, help=text)
+    return group
+
+
+_add(
+    app,
+    shard.shard,
+    "shard",
+    "Write a folder of images as shards.",
+    "vitpt shard photos",
+    "vitpt shard photos /data/photos-shards --val-fraction 0.05 -j 8",
+)
+_add(
+    app,
+    pretrain.pretrain,
+    "pretrain",
+    "Pretrain a Vision Transformer by a recipe.",
+    "vitpt pretrain quickstart",
+    "torchrun --nproc-per-node 8 -m vitpt pretrain vit_b16_mpp -o data.path=/data/photos-shards",
+)
+_add(
+    app,
+    finetune.finetune,
+    "finetune",
+    "Fine-tune a pretrained checkpoint on labelled images.",
+    "vitpt finetune",
+    "vitpt finetune eurosat_finetune --from runs/eurosat_mpp",
+)
+_add(
+    app,
+    evaluate.evaluate,
+    "eval",
+    "Evaluate a checkpoint on a split.",
+    "vitpt eval",
+    "vitpt eval runs/eurosat_finetune --split val --json",
+)
+
+_recipe = _add_group("recipe", "List, show and check recipes.")
+_add(_recipe, recipe.list_recipes, "list", "List the shipped recipes.", "vitpt recipe list", "vitpt recipe list --json")
+_add(
+    _recipe,
+    recipe.show,
     "show",
-    help="Print a recipe.",
-    no_args_is_help=True,
-    epilog=_examples(
-        "vitpt recipe show quickstart > my.yaml", "vitpt recipe show vit_b16_mpp -o optim.lr=1e-4 --resolved"
-    ),
-)(recipe.show)
-recipe_app.command(
+    "Print a recipe.",
+    "vitpt recipe show quickstart > my.yaml",
+    "vitpt recipe show vit_b16_mpp -o optim.lr=1e-4 --resolved",
+)
+_add(
+    _recipe,
+    recipe.check,
     "check",
-    help="Check recipes and print everything that is wrong with them.",
-    no_args_is_help=True,
-    epilog=_examples("vitpt recipe check my.yaml", "vitpt recipe check recipes/*.yaml --json"),
-)(recipe.check)
-recipe_app.command(
+    "Check recipes and print everything that is wrong with them.",
+    "vitpt recipe check my.yaml",
+    "vitpt recipe check recipes/*.yaml --json",
+)
+_add(
+    _recipe,
+    recipe.schema,
     "schema",
-    help="Print the JSON Schema of recipes, for editors.",
-    epilog=_examples("vitpt recipe schema > recipe.schema.json", "vitpt recipe schema | less"),
-)(recipe.schema)
+    "Print the JSON Schema of recipes, for editors.",
+    "vitpt recipe schema > recipe.schema.json",
+    "vitpt recipe schema | less",
+)
 
 
 def main() -> None:

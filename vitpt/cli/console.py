@@ -167,6 +167,7 @@ class _PlainLines(_Counter):
     def __init__(self, total: int | None, description: str, unit: str, start: int) -> None:
         super().__init__(total, description, unit, start)
         self.said = self.began
+        self.said_done: int | None = None
 
     def advance(self, n: int = 1, **fields: Any) -> None:
         super().advance(n, **fields)
@@ -175,7 +176,9 @@ class _PlainLines(_Counter):
             self.say()
 
     def say(self) -> None:
-        say(f"{self.description}: {self.status()}")
+        if self.done != self.said_done:
+            say(f"{self.description}: {self.status()}")
+        self.said_done = self.done
 
 
 @contextmanager

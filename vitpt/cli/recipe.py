@@ -34,7 +34,7 @@ def list_recipes(json: Json = False) -> None:
         return
     columns = ["name", "purpose", "objective", "model"]
     result_table(None, columns, [[row[column] for column in columns] for row in rows])
-    say("Next: vitpt recipe show NAME")
+    say("next: vitpt recipe show NAME")
 
 
 def _purpose(text: str) -> str:
@@ -102,7 +102,7 @@ def check(
         result_json(results)
     if not all(result["ok"] for result in results):
         raise typer.Exit(Exit.USAGE)
-    say(f"Next: vitpt {command} {shlex.quote(recipes[-1])} --dry-run")
+    say(f"next: vitpt {command} {shlex.quote(recipes[-1])} --dry-run")
 
 
 def schema() -> None:
