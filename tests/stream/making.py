@@ -14,7 +14,9 @@ from vitpt.image import read_header, turned_size
 def photo(width: int, height: int, seed: int) -> Image.Image:
     """A picture with smooth areas, edges and some noise, as photos have."""
     rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
     pixels = np.asarray(coarse).astype(np.int16)
     y, x = np.mgrid[0:height, 0:width]
     pixels[(x // 23 + y // 17) % 5 == 0] += 40
