@@ -11,12 +11,14 @@ import pytest
 
 from vitpt import __version__
 
+GROUPS = ["data", "recipe"]
 COMMANDS = [
     "shard",
     "pretrain",
     "finetune",
     "eval",
-    "recipe",
+    "convert",
+    "data stream",
     "recipe list",
     "recipe show",
     "recipe check",
@@ -157,28 +159,40 @@ def test_version():
     assert run("--version").stdout == f"vitpt {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize("command", ["", *GROUPS, *COMMANDS])
 def test_help(command):
     done = run(*command.split(), "--help", COLUMNS="100")
     assert done.returncode == 0
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"Usage: vitpt {command}".rstrip())
-    if command != "recipe":
+    if command not in GROUPS:
         examples = lines[lines.index("  Examples:") + 1 :]
         assert len(examples) == 2
         assert all("vitpt" in line for line in examples)
     assert run(*command.split(), "-h", COLUMNS="100").stdout == done.stdout
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "recipe"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_says_its_default(command):
     done = run(*command.split(), "--help")
     text = done.stdout.split("Options:\n", 1)[1].split("\n\n", 1)[0]
     options = [" ".join(part.split()) for part in re.split(r"\n(?=  -)", text)]
     assert len(options) == len([line for line in text.splitlines() if line.startswith("  -")])
     for option in options:
-        assert re.search(r"[Dd]efault: |--help", option), option
+        assert re.search(r"[Dd]efault: |\[required\]|--help", option), option
+
+
+def test_every_command_is_tested():
+    listed = set()
+    for group in ("", *GROUPS):
+        text = run(*group.split(), "--help").stdout.split("Commands:\n", 1)[1].split("\n\n", 1)[0]
+        listed |= {
+            f"{group} {line.split()[0]}".strip()
+            for line in text.splitlines()
+            if line.startswith("  ") and line[2] != " "
+        }
+    assert listed == {*COMMANDS, *GROUPS}
 
 
 def cpu_seconds(code):

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from vitpt import __version__
-from vitpt.cli import evaluate, finetune, pretrain, recipe, shard
+from vitpt.cli import convert, data, evaluate, finetune, pretrain, recipe, shard
 from vitpt.cli.console import escape_name, write_line
 from vitpt.errors import Exit, VitptError
 
@@ -148,6 +148,24 @@ _add(
     "Evaluate a checkpoint on a split.",
     "vitpt eval",
     "vitpt eval runs/eurosat_finetune --split val --json",
+)
+_add(
+    app,
+    convert.convert,
+    "convert",
+    "Convert a model from and to timm folders and Google's .npz files.",
+    "vitpt convert runs/eurosat_finetune eurosat-timm --to timm",
+    "vitpt convert ViT-B_16.npz vit_b16 --to native",
+)
+
+_data = _add_group("data", "Look at which data a run consumes.")
+_add(
+    _data,
+    data.stream,
+    "stream",
+    "Recompute which data a run consumes in each step, without reading images.",
+    "vitpt data stream quickstart --steps 0:5",
+    "vitpt data stream quickstart --steps 100:101 --samples --json",
 )
 
 _recipe = _add_group("recipe", "List, show and check recipes.")
