@@ -158,12 +158,12 @@ _add(
     "vitpt convert ViT-B_16.npz vit_b16 --to native",
 )
 
-_data = _add_group("data", "Look at which data a run consumes.")
+_data = _add_group("data", "Look into shards and at what a run reads of them.")
 _add(
     _data,
     data.stream,
     "stream",
-    "Recompute which data a run consumes in each step, without reading images.",
+    "Recompute which data a run consumes in each step.",
     "vitpt data stream quickstart --steps 0:5",
     "vitpt data stream quickstart --steps 100:101 --samples --json",
 )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 PLAIN_INTERVAL_S = 10.0  # least time between two progress lines in a log file
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
 def speaks() -> bool:

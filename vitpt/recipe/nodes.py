@@ -77,7 +77,7 @@ def quote(text: str, limit: int = 60) -> str:
     """Put text into double quotes, control characters escaped and long text shortened."""
     shortened = text if len(text) <= limit else text[: limit - 3] + "..."
     quoted = json.dumps(shortened, ensure_ascii=False)
-    return re.sub(r"[\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]", lambda m: f"\\u{ord(m[0]):04x}", quoted)
+    return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in quoted)
 
 
 class _Tree:
