@@ -1,0 +1,128 @@
+import json
+import os
+
+import pytest
+import torch
+
+from vitpt import checkpoint
+from vitpt.errors import Exit, VitptError
+
+CONFIG = {"model": {}, "objective": {"kind": "mpp"}, "classes": None, "pixels": {}}
+
+
+def save(root, step, value=1.0):
+    tensors = {"model": {"w": torch.full((3,), value)}, "optimizer": {"w:step": torch.tensor(float(step))}}
+    return checkpoint.save(root, step, tensors, {"step": step}, CONFIG)
+
+
+def test_round_trip(tmp_path):
+    folder = save(tmp_path, 5)
+    assert folder.name == "step-00000005"
+    assert checkpoint.verify(folder)["step"] == 5
+    assert torch.equal(checkpoint.load_tensors(folder)["w"], torch.ones(3))
+    assert checkpoint.pointed(tmp_path, "LATEST") == folder
+    assert checkpoint.read_config(folder)["objective"] == {"kind": "mpp"}
+    assert not [path for path in os.listdir(tmp_path) if path.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "config.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damage_of_any_file_is_found_and_an_older_checkpoint_taken(tmp_path, name, damage):
+    older = save(tmp_path, 5)
+    path = save(tmp_path, 10) / name
+    content = path.read_bytes()
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    found, damaged = checkpoint.latest_good(tmp_path)
+    assert found == older
+    assert len(damaged) == 1
+    assert name in damaged[0]
+
+
+def test_saving_a_step_again_replaces_a_damaged_folder(tmp_path):
+    (save(tmp_path, 5) / "model.safetensors").write_bytes(b"")
+    save(tmp_path, 5, value=2.0)
+    found, damaged = checkpoint.latest_good(tmp_path)
+    assert damaged == []
+    assert checkpoint.load_tensors(found)["w"][0] == 2.0
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path):
+    for step in (5, 10, 15, 20):
+        save(tmp_path, step)
+    checkpoint.point(tmp_path, "BEST", checkpoint.folder_name(5))
+    checkpoint.prune(tmp_path, 2)
+    assert [step for step, _ in checkpoint.steps_saved(tmp_path)] == [5, 15, 20]
+
+
+def test_leftovers_of_a_killed_process_are_removed_and_never_taken(tmp_path):
+    (tmp_path / ".step-00000007.123").mkdir(parents=True)
+    (tmp_path / ".step-00000007.123" / "model.safetensors").write_bytes(b"half")
+    assert checkpoint.latest_good(tmp_path) == (None, [])
+    save(tmp_path, 8)
+    assert sorted(os.listdir(tmp_path)) == ["LATEST", "step-00000008"]
+
+
+def test_find(tmp_path):
+    run = tmp_path / "run"
+    for step in (5, 10):
+        save(run / "checkpoints", step)
+    assert checkpoint.find(run).name == "step-00000010"
+    checkpoint.point(run / "checkpoints", "BEST", checkpoint.folder_name(5))
+    assert checkpoint.find(run).name == "step-00000005"
+    assert checkpoint.find(run / "checkpoints" / "step-00000010").name == "step-00000010"
+
+
+@pytest.mark.parametrize("what", ["missing", "empty folder"])
+def test_find_nothing(tmp_path, what):
+    path = tmp_path / "x"
+    if what == "empty folder":
+        path.mkdir()
+    with pytest.raises(VitptError, match=str(path)) as caught:
+        checkpoint.find(path)
+    assert caught.value.exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"version": 2}, "format version 2"), ({"format": "other"}, "not written by vitpt"), (None, "not readable as JSON")],
+)
+def test_foreign_config_is_refused_in_one_line(tmp_path, change, message):
+    path = save(tmp_path, 5) / "config.json"
+    path.write_text("{" if change is None else json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(VitptError, match=message) as caught:
+        checkpoint.read_config(path.parent)
+    assert caught.value.exit_code == Exit.DATA
+    assert "\n" not in caught.value.message
+
+
+def test_unreadable_tensors(tmp_path):
+    folder = save(tmp_path, 5)
+    (folder / "model.safetensors").write_bytes(b"not tensors at all")
+    with pytest.raises(VitptError, match="not a readable safetensors file") as caught:
+        checkpoint.load_tensors(folder)
+    assert caught.value.exit_code == Exit.DATA
+
+
+def test_write_model_never_overwrites(tmp_path):
+    checkpoint.write_model(tmp_path / "m", {"w": torch.ones(2)}, CONFIG)
+    assert checkpoint.find(tmp_path / "m") == tmp_path / "m"
+    with pytest.raises(VitptError, match="exists already"):
+        checkpoint.write_model(tmp_path / "m", {"w": torch.zeros(2)}, CONFIG)
+    assert checkpoint.load_tensors(tmp_path / "m")["w"][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, "lacks weight"),
+        ({"weight": torch.zeros(2, 3), "more": torch.zeros(1)}, "unknown tensor more"),
+        ({"weight": torch.zeros(3, 2)}, r"shape \(3, 2\), the model needs \(2, 3\)"),
+    ],
+)
+def test_wrong_tensors_are_named(tensors, message):
+    parameters = dict(torch.nn.Linear(3, 2, bias=False).named_parameters())
+    with pytest.raises(VitptError, match=message):
+        checkpoint.load_into(parameters, tensors, "x")
