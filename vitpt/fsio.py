@@ -74,6 +74,10 @@ def make_folder(path: Path) -> None:
             path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as err:
             raise VitptError(f"{path}: a file is in the way of this folder") from err
+        except OSError as err:
+            if err.errno not in (errno.ENOENT, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP):
+                raise
+            raise VitptError(f"{path}: this folder cannot be created ({err.strerror})") from err
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -66,10 +66,12 @@ def shard(
     """Write a folder of images as shards."""
     from vitpt.shard import target
     from vitpt.shard.build import Options, build
-    from vitpt.shard.sources import list_source
+    from vitpt.shard.sources import check_root, list_source
 
     target_folder = out if out is not None else Path(f"{src.resolve().name}-shards")
     console.say(f"shards go to {target_folder}")
+    check_root(src)
+    state = target.examine(target_folder, src)
     listing = list_source(src, val_fraction or None)
     _say_listing(listing)
     options = Options(
@@ -81,7 +83,6 @@ def shard(
         overwrite=overwrite,
     )
     if dry_run:
-        state = target.examine(target_folder, src)
         _print_plan(listing, target_folder, options.samples_per_shard, state, json)
         return
     try:

@@ -80,12 +80,14 @@ def build(listing: Listing, out: Path, options: Options, reporter: Reporter) -> 
     """
     state = target.examine(out, listing.root)
     if state == "finished" and not options.overwrite:
-        return Report(_check_finished(listing, out, options), already_there=True, kept_shards=0)
+        manifest = _check_finished(listing, out, options)
+        # of a call that was killed between its last two steps
+        shutil.rmtree(out / dataset.WORK, ignore_errors=True)
+        return Report(manifest, already_there=True, kept_shards=0)
     with target.locked(out) as work:
         if options.overwrite:
             target.clear(out)
-            for path in work.glob("*.json*"):
-                path.unlink()
+            target.clear_work(work)
         target.remove_stale(out)
         there = sum(path.stat().st_size for path in out.glob("*.tar"))
         _require_space(out, listing.num_bytes + listing.num_files * SAMPLE_OVERHEAD_BYTES - there)
@@ -96,10 +98,21 @@ def build(listing: Listing, out: Path, options: Options, reporter: Reporter) -> 
         missing = sum(_missing_bytes(out, plan) for plan in plans)
         _require_space(out, missing)
         with reporter.stage("writing", sum(plan.num_samples for plan in plans), "images") as advance:
-            kept = write_shards(listing.root, out, plans, options.jobs, advance)
+            kept = _write(listing.root, out, plans, options.jobs, advance)
         manifest = finish(listing, out, plans, checked, options.recorded())
         shutil.rmtree(work, ignore_errors=True)
     return Report(manifest, already_there=False, kept_shards=kept)
+
+
+def _write(source: Path, out: Path, plans: list[SplitPlan], jobs: int, advance: Advance) -> int:
+    """Write the shards; a failure says how much is done."""
+    try:
+        return write_shards(source, out, plans, jobs, advance)
+    except VitptError as err:
+        done = [read_sidecar(out, plan, index) is not None for plan in plans for index in range(plan.num_shards)]
+        kept = f"{sum(done):,} of {len(done):,} shards are finished and kept: the same command goes on from there"
+        hint = f"{err.hint}\n{kept}" if err.hint else kept
+        raise VitptError(err.message, hint=hint, exit_code=err.exit_code) from err
 
 
 def _check_finished(listing: Listing, out: Path, options: Options) -> dict[str, Any]:
@@ -114,7 +127,8 @@ def _check_finished(listing: Listing, out: Path, options: Options) -> dict[str, 
         found = manifest.get("options", {}).get(name)
         if found != value:
             option = "--" + name.replace("_", "-")
-            raise VitptError(f"{out}: finished shards with {option} {found}, but now it is {value}", hint=hint)
+            before, now = ("none" if x is None else x for x in (found, value))
+            raise VitptError(f"{out}: finished shards with {option} {before}, but now it is {now}", hint=hint)
     if manifest.get("source", {}).get("listing_sha256") != listing.sha256():
         raise VitptError(f"{out}: finished shards of other files than {listing.root} has now", hint=hint)
     if listing.newest_ns > (out / dataset.MANIFEST).stat().st_mtime_ns:
@@ -128,7 +142,8 @@ def _require_space(out: Path, needed_bytes: int) -> None:
 
 def _missing_bytes(out: Path, plan: SplitPlan) -> int:
     missing = [i for i in range(plan.num_shards) if read_sidecar(out, plan, i) is None]
-    return sum(plan.shard_bytes(i) for i in missing) + plan.num_samples * 200
+    small_files = 4096 * (16 + 3 * plan.num_shards)
+    return sum(plan.shard_bytes(i) for i in missing) + plan.num_samples * 200 + small_files
 
 
 def _plan(listing: Listing, checked: dict[str, Checked], options: Options) -> list[SplitPlan]:
@@ -155,15 +170,16 @@ def _refuse_rejects(
     if rejected < total and rejected <= allowed:
         return
     lines = [line for line in reject_lines(listing, checked) if line["action"] == "rejected"]
-    path = work / "rejects.jsonl"
-    fsio.write_bytes(path, b"".join(fsio.encode_json(line) + b"\n" for line in lines))
     for line in lines[:SHOWN_REJECTS]:
         reporter.say(f"rejected: {line['name']}: {line['category']}: {line['detail']}")
-    if len(lines) > SHOWN_REJECTS:
-        reporter.say(f"and {len(lines) - SHOWN_REJECTS:,} more, all listed in {path}")
     kinds = ", ".join(f"{n:,} {kind}" for kind, n in Counter(line["category"] for line in lines).most_common())
     if rejected == total:
+        target.clear_work(work)  # nothing in it is worth a second try
         raise VitptError(f"{listing.root}: no usable image among {total:,} files ({kinds})", exit_code=Exit.DATA)
+    path = work / "rejects.jsonl"
+    fsio.write_bytes(path, b"".join(fsio.encode_json(line) + b"\n" for line in lines))
+    if len(lines) > SHOWN_REJECTS:
+        reporter.say(f"and {len(lines) - SHOWN_REJECTS:,} more, all listed in {path}")
     raise VitptError(
         f"{listing.root}: {rejected:,} of {total:,} files ({rejected / total:.2%}) rejected ({kinds}),"
         f" more than --max-reject-fraction {options.max_reject_fraction:g}",

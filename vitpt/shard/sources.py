@@ -91,7 +91,7 @@ def list_source(root: Path, val_fraction: float | None = None) -> Listing:
         VitptError: no such folder, unreadable, or a layout that is not understood (exit 2); no file, or a class that only a
             later split has (exit 3).
     """
-    _check_root(root)
+    check_root(root)
     folders, loose, hidden = _read_folder(root, "")
     ignored: list[str] = []
     empty: list[str] = []
@@ -124,7 +124,12 @@ def list_source(root: Path, val_fraction: float | None = None) -> Listing:
 Entry = tuple[str, int, int]  # relative name, size (-1: not a readable file), mtime in ns
 
 
-def _check_root(root: Path) -> None:
+def check_root(root: Path) -> None:
+    """Refuse a source that is not a folder.
+
+    Raises:
+        VitptError: no such path, or a file (exit 2).
+    """
     try:
         exists = root.exists()
     except OSError as err:

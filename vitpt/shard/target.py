@@ -88,6 +88,13 @@ def _leave(out: Path, work: Path, made: bool) -> None:
                 out.rmdir()
 
 
+def clear_work(work: Path) -> None:
+    """Forget what earlier calls have found out about the source."""
+    for path in work.iterdir():
+        if path.name != LOCK:
+            path.unlink()
+
+
 def remove_stale(out: Path) -> None:
     """Remove what killed processes left behind under temporary names."""
     fsio.remove_temporary_files(out)
