@@ -5,10 +5,13 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from vitpt.dataset import Shard, Split
 from vitpt.image import read_header, turned_size
+from vitpt.recipe.schema import RandomResizedCrop
+from vitpt.stream.views import Stored, View, stored, training_view
 
 
 def photo(width: int, height: int, seed: int) -> Image.Image:
@@ -94,3 +97,26 @@ def photos(count: int, seed: int = 0) -> list[bytes]:
 def no_draws(seed: int, visits: np.ndarray, ids: np.ndarray) -> dict[str, np.ndarray]:
     """The draws of an objective that has none."""
     return {}
+
+
+def shared_data(name: str) -> Path:
+    """A file of the development data beside the repository; skips the test where it is absent."""
+    path = Path(__file__).parents[3] / "shared" / "data" / name
+    if not path.exists():
+        pytest.skip(f"{path} is absent: development data are not part of the repository")
+    return path
+
+
+def training_views(split: Split, rows: list[int], size: int, seed: int = 0) -> Stored:
+    """Training views of some rows (area 5 % to 100 %, both flips) in stored pixels."""
+    ids = np.array(rows)
+    columns = split.width[ids], split.height[ids], split.orient[ids]
+    view = training_view(RandomResizedCrop(), "both", size, seed, ids, np.zeros_like(ids), *columns)
+    return stored_sizes(split, ids, view)
+
+
+def stored_sizes(split: Split, ids: np.ndarray, view: View) -> Stored:
+    """A view in stored pixels."""
+    lying = split.orient[ids] >= 5
+    width, height = split.width[ids], split.height[ids]
+    return stored(view, np.where(lying, height, width), np.where(lying, width, height))
