@@ -69,8 +69,21 @@ def test_a_run_stands_for_its_best_checkpoint(tmp_path):
     checkpoint.point(root, "BEST", checkpoint.folder_name(10))
     result = _run(tmp_path / "run", tmp_path / "model.npz", "--to", "google")
     assert result.exit_code == Exit.DONE, result.output
+    assert "moving average" not in result.stderr
     _run(tmp_path / "model.npz", tmp_path / "back", "--to", "native")
     assert checkpoint.load_tensors(tmp_path / "back")["objective.head.bias"].tolist() == [10.0] * 5
+
+
+def test_the_moving_average_is_preferred_and_named(tmp_path):
+    task = write_checkpoint(tmp_path / "model")
+    average = {name: value / 2 for name, value in task.state_dict().items()}
+    config = checkpoint.read_config(tmp_path / "model")
+    checkpoint.save(tmp_path / "run/checkpoints", 3, {"model": task.state_dict(), "ema": average}, {}, config)
+    result = _run(tmp_path / "run", tmp_path / "timm", "--to", "timm")
+    assert "moving average" in result.stderr
+    _run(tmp_path / "timm", tmp_path / "back", "--to", "native")
+    written = checkpoint.load_tensors(tmp_path / "back")
+    assert all(torch.equal(value, average[name]) for name, value in written.items())
 
 
 def test_headless_model_points_to_fine_tuning(tmp_path):

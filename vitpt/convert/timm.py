@@ -165,7 +165,7 @@ def read(folder: Path) -> Weights:
         backbone=tensors,
         head=head,
         objective={"kind": "supervised"} if head else None,
-        classes=described.get("label_names") or pretrained.get("label_names") if head else None,
+        classes=_class_names(described, pretrained, len(head.get("head.bias", ()))),
         pixels={
             "res": config.image_size[0],
             "mean": list(pretrained.get("mean", HALF)),
@@ -177,6 +177,14 @@ def read(folder: Path) -> Weights:
     if pretrained.get("interpolation", "bilinear") != "bilinear":
         weights = weights.noting(f"timm resizes {pretrained['interpolation']}, vitpt bilinear")
     return weights
+
+
+def _class_names(described: dict[str, Any], pretrained: dict[str, Any], num_classes: int) -> list[str] | None:
+    """One name a class, if the folder has them."""
+    names = described.get("label_names") or pretrained.get("label_names")
+    if not isinstance(names, list) or len(names) != num_classes:
+        return None
+    return [str(name) for name in names] or None
 
 
 def _load(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

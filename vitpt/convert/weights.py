@@ -86,6 +86,8 @@ def read_native(folder: Path) -> Weights:
             weights = weights.noting(f"only the backbone is written: the head of the {kind} objective has no classes")
     elif weights.num_classes and weights.objective and weights.objective.get("loss") == "sigmoid":
         weights = weights.noting("the head was trained with a sigmoid: its logits are of independent classes")
+    if checkpoint.weights_file(folder).stem == checkpoint.EMA:
+        weights = weights.noting("the weights are the moving average that the run kept")
     if weights.config.dropout or weights.config.drop_path:
         weights = weights.noting("dropout and stochastic depth are settings of training and are left out")
     return weights
