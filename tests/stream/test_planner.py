@@ -1,7 +1,6 @@
 """Plans and digests: pure, the same for every way to share the work, sensitive to everything that was consumed."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -160,9 +159,3 @@ def test_row_hashes_spread():
         (hashes ^ row_hashes({"id": values ^ 1, "box": np.stack([values % 7, values % 11], axis=1)})).view(np.uint8)
     )
     assert abs(bits.mean() - 0.5) < 0.01
-
-
-def test_planners_can_be_bound_to_any_rank(split):
-    planner = planner_of(split, ranks=3, micro=4)
-    again = partial(planner_of, split, ranks=3, micro=4)
-    assert np.array_equal(planner.for_rank(2).plan(1, 1).ids, again(rank=2).plan(1, 1).ids)

@@ -97,7 +97,7 @@ def _planner(recipe: "Recipe") -> "Planner":
     dataset = open_dataset(recipe.data.path)
     config = config_from(recipe.model)
     with torch.device("meta"):  # only its draws are wanted: no weights
-        task = build_task(config, recipe.objective, len(dataset.classes) or None)
+        task = build_task(config, recipe.objective, max(1, len(dataset.classes)))
     slots = make_slots(recipe.train.global_batch_size, 1, 1024)
     split = dataset.split(recipe.data.split)
     return training_planner(recipe.data, recipe.model.res, recipe.seed, split, slots, 0, task.draws)

@@ -100,6 +100,8 @@ class Loader:
         device: torch.device,
     ) -> None:
         self.planner, self.split, self.size = planner, split, size
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.threads, self.prefetch, self.crc, self.device = resolve_threads(threads), prefetch, crc, device
         self.decoder_name, self.decoder_why = choose(decoder, device, self.threads)
         self.converted = 0
@@ -155,9 +157,10 @@ class _Run(Iterator[Batch]):
         for decoder in decoders:
             self._decoders.put(decoder)
         self._all_decoders = decoders
-        self._whole_batches = decoders[0].whole_batches
-        self._pool = ThreadPoolExecutor(loader.threads, "vitpt-loader")
-        self._decode_pool = ThreadPoolExecutor(len(decoders), "vitpt-decode") if self._whole_batches else None
+        self._pool = _threads(loader.threads, "vitpt-loader", loader.device)
+        self._decode_pool = (
+            _threads(len(decoders), "vitpt-decode", loader.device) if decoders[0].whole_batches else None
+        )
         self._copies = _copy_stream(loader.device) if loader.decoder_name != "dali_gpu" else None
         self._free: deque[_Buffer] = deque(_Buffer() for _ in range(loader.prefetch + 1))
         self._jobs: deque[tuple[_Buffer, Future[_Job]]] = deque()
@@ -341,6 +344,13 @@ def _stored_view(split: Split, plan: Plan, index: int, safe_rows: np.ndarray, fi
 def _bad_sample(split: Split, sample: int, row: int, reason: str) -> BadSample:
     shard = split.shards[int(split.shard[row])].file
     return BadSample(sample, split.sample_name(row), shard, int(split.offset[row]), reason)
+
+
+def _threads(count: int, name: str, device: torch.device) -> ThreadPoolExecutor:
+    """A pool whose threads use this device; else each would open a context on the first GPU for its pinned memory."""
+    if device.type == "cuda":
+        return ThreadPoolExecutor(count, name, torch.cuda.set_device, (device,))
+    return ThreadPoolExecutor(count, name)
 
 
 def _copy_stream(device: torch.device) -> Any:

@@ -4,7 +4,7 @@ Loader, digest and `vitpt data stream` all work on plans, so what is checked is 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -100,10 +100,6 @@ class Planner:
             views = self.view(ids[filled], visits[filled], rows_of(ids[filled]))
             views = tuple(_spread(view, filled, len(ids)) for view in views)
         return Plan(positions, ids, visits, views, self.draws(visits, ids))
-
-    def for_rank(self, rank: int) -> "Planner":
-        """The same run as another rank sees it."""
-        return replace(self, rank=rank)
 
 
 def training_planner(
