@@ -1,6 +1,8 @@
 """Splits and images made by code: what tests of the stream read."""
 
 import io
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -120,3 +122,17 @@ def stored_sizes(split: Split, ids: np.ndarray, view: View) -> Stored:
     lying = split.orient[ids] >= 5
     width, height = split.width[ids], split.height[ids]
     return stored(view, np.where(lying, height, width), np.where(lying, width, height))
+
+
+def in_child(code, *arguments):
+    """Run code in a process of its own: a decoder may end it. Its output is part of a failure's message."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

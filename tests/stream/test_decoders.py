@@ -1,7 +1,6 @@
 """Decoders: the same pictures from all of them, odd formats converted, broken files refused, never a crash."""
 
 import io
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from making import encoded, make_split, photo, photos, shared_data, stored_sizes, training_views
+from making import encoded, in_child, make_split, photo, photos, shared_data, stored_sizes, training_views
 from PIL import Image
 
 from vitpt.errors import Exit, VitptError
@@ -226,20 +225,6 @@ def test_the_gate_names_the_reason(codec):
     huge = encoded(Image.new("1", (20_000, 10_000)), "PNG")
     with pytest.raises(BadImageError, match="more than"):
         admit(huge, 20_000, 10_000, codec)
-
-
-def in_child(code, *arguments):
-    """Run code in a process of its own: a decoder may end it. Its output is part of a failure's message."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 # DALI 2.4 ends the process only with 32 samples and more, and with the bad one in front.
