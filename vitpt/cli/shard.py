@@ -1,6 +1,7 @@
 """`vitpt shard`."""
 
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,10 +125,18 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number:,} {singular if number == 1 else plural}"
+
+
 def _say_listing(listing: "Listing") -> None:
     counts = ", ".join(f"{name} {len(files.names):,}" for name, files in listing.splits.items())
-    classes = f"{len(listing.classes):,} classes" if listing.classes else "no classes: the images stay unlabelled"
-    console.say(f"{listing.num_files:,} files ({counts}), {classes}")
+    classes = (
+        _count(len(listing.classes), "class", "classes")
+        if listing.classes
+        else "no classes: the images stay unlabelled"
+    )
+    console.say(f"{_count(listing.num_files, 'file', 'files')} ({counts}), {classes}")
     for what, names in (("ignored", listing.ignored), ("empty class folders", listing.empty)):
         if names:
             more = ", ..." if len(names) > SHOWN_IGNORED else ""
@@ -157,38 +166,32 @@ def _print_result(manifest: dict[str, Any], out: Path, json: bool) -> None:
     if json:
         keys = ("dataset_id", "num_classes", "splits", "checked", "source", "options")
         console.result_json({"out": str(out), **{key: manifest[key] for key in keys}})
-        return
+    else:
+        _print_tables(manifest, out)
+    command = f"vitpt pretrain quickstart -o data.path={shlex.quote(str(out))}"
+    if "val" not in manifest["splits"]:
+        console.say("there is no split `val` to evaluate on; --val-fraction 0.1 would make one")
+        command += " -o eval=null"
+    console.say(f"next: {command}")
+
+
+def _print_tables(manifest: dict[str, Any], out: Path) -> None:
     rows = []
     for name, counts in manifest["checked"].items():
         split = manifest["splits"].get(name, {"num_samples": 0, "num_labelled": 0, "shards": []})
         size = sum(part["bytes"] for part in split["shards"]) / 1e6
         rejected, repaired = (sum(counts[kind].values()) for kind in ("rejected", "repaired"))
-        rows.append(
-            (
-                name,
-                counts["files"],
-                rejected,
-                repaired,
-                split["num_samples"],
-                split["num_labelled"],
-                len(split["shards"]),
-                round(size, 1),
-            )
-        )
+        images, labelled, shards = split["num_samples"], split["num_labelled"], len(split["shards"])
+        rows.append((name, counts["files"], rejected, repaired, images, labelled, shards, round(size, 1)))
     headings = ["split", "files", "rejected", "repaired", "images", "labelled", "shards", "MB"]
-    console.result_table(
-        f"{out}: {manifest['num_classes']:,} classes, dataset_id {manifest['dataset_id'][:12]}", headings, rows
-    )
+    title = f"{out}: {_count(manifest['num_classes'], 'class', 'classes')}, dataset_id {manifest['dataset_id'][:12]}"
+    console.result_table(title, headings, rows)
     notes = [
-        (kind, category, name, n)
+        (kind, category, name, number)
         for kind in ("rejected", "repaired")
         for name, counts in manifest["checked"].items()
-        for category, n in counts[kind].items()
+        for category, number in counts[kind].items()
     ]
     if notes:
-        console.result_table(
-            f"files not taken as they are (listed in {out / 'rejects.jsonl'})",
-            ["", "category", "split", "files"],
-            notes,
-        )
-    console.say(f"next: vitpt pretrain quickstart -o data.path={out}")
+        title = f"files not taken as they are (listed in {out / 'rejects.jsonl'})"
+        console.result_table(title, ["", "category", "split", "files"], notes)
