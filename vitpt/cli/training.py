@@ -1,5 +1,6 @@
 """What `pretrain` and `finetune` share: telling how a run goes, and its last words."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ def tell_plan(job: "Job") -> None:
     """The plan of a run, on stderr."""
     from vitpt.train.budget import plan_rows
 
-    for what, how_much in plan_rows(job):
+    for what, how_much in plan_rows(job, ranks=int(os.environ.get("WORLD_SIZE", "1"))):
         say(f"{what + ':':<12} {how_much}")
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from pydantic import TypeAdapter
 
 from vitpt import checkpoint
 from vitpt.dataset import open_dataset
 from vitpt.errors import Exit, VitptError
+from vitpt.evaluate.processes import make_accelerator
 from vitpt.evaluate.run import evaluate, means
 from vitpt.fsio import nearest
 from vitpt.models.variants import ViTConfig
@@ -24,10 +24,13 @@ def load_task(folder: Path) -> tuple[Task, dict[str, Any]]:
     """The task of a checkpoint with its weights (the moving average, if the run kept one), and its config.json."""
     config = checkpoint.read_config(folder)
     section = TypeAdapter[Any](schema.Supervised | schema.Mpp).validate_python(config["objective"])
-    classes, pixels = config["classes"], config["pixels"]
+    pixels, tensors = config["pixels"], checkpoint.load_weights(folder)
+    # a converted .npz knows how many classes it has, but not their names
+    head = tensors.get("objective.head.bias") if section.kind == "supervised" else None
+    num_classes = None if head is None else len(head)
     model = ViTConfig.from_dict(config["model"])
-    task = build_task(model, section, len(classes) if classes else None, tuple(pixels["mean"]), tuple(pixels["std"]))
-    checkpoint.load_into(dict(task.named_parameters()), checkpoint.load_weights(folder), str(folder))
+    task = build_task(model, section, num_classes, tuple(pixels["mean"]), tuple(pixels["std"]))
+    checkpoint.load_into(dict(task.named_parameters()), tensors, str(folder))
     return task, config
 
 
@@ -56,7 +59,7 @@ def evaluate_checkpoint(
         checkpoint, data, split, samples (exactly counted), unlabelled, bad, and the mean of each metric.
     """
     folder = checkpoint.find(path)
-    if checkpoint.read_config(folder)["objective"]["kind"] != "supervised":
+    if (checkpoint.read_config(folder)["objective"] or {}).get("kind") != "supervised":
         raise VitptError(
             f"{folder}: has no classification head to evaluate", hint=f"fine-tune it: vitpt finetune --from {path}"
         )
@@ -69,7 +72,7 @@ def evaluate_checkpoint(
     size = task.backbone.config.image_size[0]
     say(f"evaluating {folder} on {data} {split_name} ({size} px, {crop.kind})")
 
-    accelerator = Accelerator()
+    accelerator = make_accelerator()
     planner = evaluation_planner(
         crop,
         size,
@@ -84,7 +87,8 @@ def evaluate_checkpoint(
     loader = Loader(
         planner, split, size, decoder=decoder, threads="auto", prefetch=2, crc="always", device=accelerator.device
     )
-    table = _class_table(dataset.classes, config["classes"], dataset.root)
+    num_classes = len(task.objective.head.bias)
+    table = _class_table(dataset.classes, config["classes"], num_classes, dataset.root)
     task.to(accelerator.device)
     reduce = accelerator.reduce if accelerator.num_processes > 1 else _same
     totals = evaluate(task, loader, planner.steps or 0, reduce, advance=advance, relabel=table.to(accelerator.device))
@@ -105,15 +109,23 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _class_table(names: Sequence[str], known: Sequence[str], root: Path) -> torch.Tensor:
-    """The model's class of each label of the data, matched by name."""
+def _class_table(names: Sequence[str], known: Sequence[str] | None, num_classes: int, root: Path) -> torch.Tensor:
+    """The model's class of each label of the data, matched by name; by number where the model has no names."""
+    if known is None:
+        if len(names) != num_classes:
+            raise VitptError(
+                f"{root}: {len(names)} classes, but the model has {num_classes}, without names to match",
+                hint="convert from a checkpoint that has class names",
+                exit_code=Exit.DATA,
+            )
+        return torch.arange(num_classes)
     position = {name: index for index, name in enumerate(known)}
     unknown = [name for name in names if name not in position]
     if unknown:
         near = nearest(unknown[0], known)
+        others = f" ({len(unknown)} of {len(names)} are not)" if len(unknown) > 1 else ""
         raise VitptError(
-            f"{root}: class {unknown[0]!r} is not among the {len(known)} classes of the model"
-            + (f" ({len(unknown)} of {len(names)} are not)" if len(unknown) > 1 else ""),
+            f"{root}: class {unknown[0]!r} is not among the {len(known)} classes of the model{others}",
             hint=f"nearest: {near!r}" if near else f"the model knows {', '.join(map(repr, list(known)[:3]))}, ...",
             exit_code=Exit.DATA,
         )

@@ -5,7 +5,6 @@ import json
 import platform
 import sys
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vitpt import __version__, checkpoint
 from vitpt.errors import Exit, VitptError
+from vitpt.evaluate.processes import COLLECTIVE_TIMEOUT, make_accelerator
 from vitpt.evaluate.run import Meter
 from vitpt.fsio import make_folder, require_free_space, write_bytes, write_json
 from vitpt.models.variants import ViTConfig
@@ -33,8 +32,6 @@ from vitpt.train.job import Job
 from vitpt.train.metrics import BadSamples, DigestsFile, MetricsFile, Report
 from vitpt.train.optim import build_optimizer, load_state, state_tensors
 from vitpt.train.transfer import load_backbone
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # rank 0 may be writing a checkpoint meanwhile
 
 
 @dataclass
@@ -275,20 +272,10 @@ def accelerator_precision(accelerator: Accelerator) -> str:
 
 
 def _accelerator(job: Job) -> Accelerator:
-    precision = job.recipe.train.precision
-    if precision == "auto":
-        precision = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
-    trackers = list(job.recipe.log.trackers)
-    # a ViT has no buffers to broadcast; the bucket view saves one copy of the gradients
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    accelerator = Accelerator(
-        mixed_precision="bf16" if precision == "bf16" else "no",
-        kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
-        log_with=trackers or None,
-        project_dir=str(job.folder) if trackers else None,
-    )
-    if trackers:
-        accelerator.init_trackers(job.recipe.name, config={"recipe_hash": job.recipe_hash})
+    recipe = job.recipe
+    accelerator = make_accelerator(recipe.train.precision, recipe.log.trackers, job.folder)
+    if recipe.log.trackers:
+        accelerator.init_trackers(recipe.name, config={"recipe_hash": job.recipe_hash})
     return accelerator
 
 
