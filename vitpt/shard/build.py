@@ -99,6 +99,7 @@ def build(listing: Listing, out: Path, options: Options, reporter: Reporter) -> 
         _require_space(out, missing)
         with reporter.stage("writing", sum(plan.num_samples for plan in plans), "images") as advance:
             kept = _write(listing.root, out, plans, options.jobs, advance)
+        target.remove_stale(out)  # of workers that died
         manifest = finish(listing, out, plans, checked, options.recorded())
         shutil.rmtree(work, ignore_errors=True)
     return Report(manifest, already_there=False, kept_shards=kept)

@@ -17,7 +17,7 @@ from vitpt.shard.inspect import Outcome, inspect
 from vitpt.shard.sources import Files
 from vitpt.shard.workers import check_stop, run_all
 
-CHUNK_FILES = 256
+CHUNK_FILES = 128
 MAX_FILE_BYTES = 1 << 30
 EXTENSIONS = ("", "jpg", "png", "webp")
 LIBRARIES = ("numpy", "pillow", "simplejpeg")
@@ -69,7 +69,7 @@ Raw = tuple[int, int, int, int, int, str, str, str]  # extension, length, crc32,
 def check_files(root: Path, splits: dict[str, Files], work: Path, jobs: int, advance: Advance) -> dict[str, Checked]:
     """Decode every file and say what becomes of it.
 
-    Results are kept in `work`, one file for every 256 images, and used again where name, size, time and library versions agree.
+    Results are kept in `work`, one file for every CHUNK_FILES images, and used again where name, size, time and library versions agree.
 
     Raises:
         VitptError: `work` cannot be written.
