@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from running import environment
 
 import vitpt
-from running import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = (
