@@ -25,9 +25,11 @@ print(json.dumps(rows))
 TIMM = """
 import json, sys
 from timm.data import create_dataset
-root, split = json.loads(sys.argv[1])
-data = create_dataset("wds/", root, split=split, is_training=False)
-print(json.dumps([len(data), [[label, *image.size] for image, label in data]]))
+found = []
+for root, split in json.loads(sys.argv[1]):
+    data = create_dataset("wds/", root, split=split, is_training=False)
+    found.append([len(data), [[label, *image.size] for image, label in data]])
+print(json.dumps(found))
 """
 
 DALI = """
@@ -94,20 +96,23 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_webdataset(shards: Path, tiny_shards: Path) -> None:
-    for split in (open_dataset(shards).split("train"), open_dataset(tiny_shards).split("val")):
-        rows = run(WEBDATASET, paths(split))
-        assert isinstance(rows, list)
-        assert [row[:2] for row in rows] == [[split.key(i), int(split.label[i])] for i in range(split.num_samples)]
-        assert [row[3] for row in rows] == split.crc32.tolist()
+    splits = [open_dataset(shards).split("train"), open_dataset(tiny_shards).split("val")]
+    rows = run(WEBDATASET, [path for split in splits for path in paths(split)])
+    assert isinstance(rows, list)
+    wanted = [(split, row) for split in splits for row in range(split.num_samples)]
+    assert [row[:2] for row in rows] == [[split.key(i), int(split.label[i])] for split, i in wanted]
+    assert [row[3] for row in rows] == [int(split.crc32[i]) for split, i in wanted]
 
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="timm is not installed")
 def test_timm(shards: Path, tiny_shards: Path) -> None:
-    for root, name, ours in ((shards, "train", "train"), (tiny_shards, "validation", "val")):
-        split = open_dataset(root).split(ours)
-        found = run(TIMM, [str(root), name])
-        columns = (split.label, split.width, split.height)
-        assert found == [split.num_samples, [list(row) for row in zip(*(c.tolist() for c in columns), strict=True)]]
+    wanted = []
+    for root, name in ((shards, "train"), (tiny_shards, "val")):
+        split = open_dataset(root).split(name)
+        columns = (split.label.tolist(), split.width.tolist(), split.height.tolist())
+        wanted.append([split.num_samples, [list(row) for row in zip(*columns, strict=True)]])
+    # timm asks for `validation` by default
+    assert run(TIMM, [[str(shards), "train"], [str(tiny_shards), "validation"]]) == wanted
 
 
 @pytest.mark.skipif(find_spec("nvidia.dali") is None, reason="DALI has no wheel for this platform")
