@@ -26,16 +26,16 @@ def native(tmp_path):
 def test_every_direction(tmp_path, native):
     steps = [
         (native, tmp_path / "timm", "timm", f'timm.create_model("local-dir:{tmp_path / "timm"}", pretrained=True)\''),
-        (tmp_path / "timm", tmp_path / "back", "native", "Next: vitpt eval"),
+        (tmp_path / "timm", tmp_path / "back", "native", "next: vitpt eval"),
         (tmp_path / "back", tmp_path / "model.npz", "google", "--to native"),
-        (tmp_path / "model.npz", tmp_path / "again", "native", "Next: vitpt eval"),
+        (tmp_path / "model.npz", tmp_path / "again", "native", "next: vitpt eval"),
     ]
     for source, destination, to, following in steps:
         result = _run(source, destination, "--to", to)
         assert result.exit_code == Exit.DONE, result.output
         assert destination.exists()
         last = result.stderr.splitlines()[-1]
-        assert last.startswith("Next: ")
+        assert last.startswith("next: ")
         assert following in last
         assert str(destination) in result.stdout
         assert "largest difference" in result.stdout
@@ -53,7 +53,7 @@ def test_json_is_one_document_and_names_what_is_left_out(tmp_path, native):
     tensors = checkpoint.load_tensors(native)
     assert found["parameters"] == sum(value.numel() for name, value in tensors.items() if name.startswith("backbone."))
     assert found["notes"] == ["the classification head is left out"]
-    assert "Note: the classification head is left out" in result.stderr
+    assert "note: the classification head is left out" in result.stderr
 
 
 def test_a_run_stands_for_its_best_checkpoint(tmp_path):
@@ -90,7 +90,7 @@ def test_headless_model_points_to_fine_tuning(tmp_path):
     write_checkpoint(tmp_path / "mpp", schema.Mpp())
     _run(tmp_path / "mpp", tmp_path / "timm", "--to", "timm")
     result = _run(tmp_path / "timm", tmp_path / "back", "--to", "native")
-    assert result.stderr.splitlines()[-1] == f"Next: vitpt finetune RECIPE --from {tmp_path / 'back'}"
+    assert result.stderr.splitlines()[-1] == f"next: vitpt finetune RECIPE --from {tmp_path / 'back'}"
 
 
 def test_existing_destination_is_kept(tmp_path, native):

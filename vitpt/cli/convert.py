@@ -47,9 +47,9 @@ def convert(
     from vitpt.convert import convert as run
 
     done = run(source, destination, to.value, drop_head=drop_head)
-    say(f"Read {done.source} ({done.source_format})")
+    say(f"read {done.source} ({done.source_format})")
     for note in done.notes:
-        say(f"Note: {note}")
+        say(f"note: {note}")
     if json:
         result_json(
             {
@@ -67,7 +67,7 @@ def convert(
         columns = ["written", "format", "parameters", "classes", "largest difference"]
         row = [str(destination), to.value, done.parameters, done.num_classes or None, done.difference]
         result_table(None, columns, [row])
-    say(f"Next: {_next(destination, to, bool(done.num_classes))}")
+    say(f"next: {_next(destination, to, bool(done.num_classes))}")
 
 
 def _next(destination: Path, to: Target, has_head: bool) -> str:

@@ -1,5 +1,6 @@
 """`vitpt data`: what is in the shards, and which of it a run consumes when."""
 
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,7 +74,7 @@ def stream(
         result_table(None, columns, [[_shown(row[column]) for column in columns] for row in rows])
     else:
         result_table(None, ["step", "samples", "digest"], [list(total.values()) for total in totals])
-    say(f"next: vitpt pretrain {recipe} --dry-run")
+    say(f"next: vitpt pretrain {quote(recipe)} --dry-run")
 
 
 def _step_range(text: str) -> tuple[int, int]:

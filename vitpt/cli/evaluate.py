@@ -1,6 +1,7 @@
 """`vitpt eval`: top-1, top-5 and loss of a classifier, every sample counted once."""
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -14,7 +15,7 @@ def evaluate(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[CHECKPOINT]",
+            metavar="CHECKPOINT",
             help="A run, a checkpoint or a converted folder. Default: the newest run under ./runs with a classification head.",
             show_default=False,
         ),
@@ -69,4 +70,4 @@ def evaluate(
         return
     shown = ("checkpoint", "data", "split", "samples", "unlabelled", "bad", "top1", "top5", "loss")
     result_table(None, ["", "value"], [(key, result[key]) for key in shown if key in result])
-    say(f"Next: vitpt convert {checkpoint} {Path(result['checkpoint']).name}-timm --to timm")
+    say(f"next: vitpt convert {quote(str(checkpoint))} {quote(checkpoint.resolve().name)}-timm --to timm")

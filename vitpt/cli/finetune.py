@@ -15,7 +15,7 @@ def finetune(
     recipe: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RECIPE]",
+            metavar="RECIPE",
             help="A recipe file, or the name of a shipped recipe. Default: the one that the pretraining recipe names.",
             show_default=False,
         ),

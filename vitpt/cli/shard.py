@@ -25,23 +25,27 @@ def shard(
     out: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[OUT]", help="New folder for the shards. Default: ./<SRC name>-shards.", show_default=False
+            metavar="OUT", help="New folder for the shards. Default: ./<SRC name>-shards.", show_default=False
         ),
     ] = None,
     val_fraction: Annotated[
         float | None,
         typer.Option(
+            metavar="SHARE",
             min=0.0,
             max=1.0,
             help="Cut this share of every class out as the split `val`. Default: none.",
             show_default=False,
         ),
     ] = None,
-    samples_per_shard: Annotated[int, typer.Option(min=1, help="Images in one tar file.")] = 4096,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the order of the training images.")] = 0,
+    samples_per_shard: Annotated[int, typer.Option(metavar="IMAGES", min=1, help="Images in one tar file.")] = 4096,
+    seed: Annotated[
+        int, typer.Option(metavar="SEED", min=0, max=2**32 - 1, help="Seed of the order of the training images.")
+    ] = 0,
     max_reject_fraction: Annotated[
         float,
         typer.Option(
+            metavar="SHARE",
             min=0.0,
             max=1.0,
             help="Stop if a larger share of the files is unusable; one file may always be, except at 0.",
@@ -52,7 +56,9 @@ def shard(
     ] = False,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", min=1, help="Worker processes. Default: one per CPU.", show_default=False),
+        typer.Option(
+            "--jobs", "-j", metavar="N", min=1, help="Worker processes. Default: one per CPU.", show_default=False
+        ),
     ] = None,
     overwrite: Annotated[
         bool,

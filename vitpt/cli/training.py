@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from vitpt.cli.console import Progress, progress, result_json, result_table, say
@@ -110,12 +111,12 @@ def tell_end(job: "Job", summary: dict[str, Any], json: bool) -> None:
         ]
         result_table(None, ["", job.recipe.name], rows)
     for command in _next_commands(job):
-        say(f"Next: {command}")
+        say(f"next: {command}")
 
 
 def _next_commands(job: "Job") -> list[str]:
+    run = quote(str(job.folder))
     if job.num_classes is None:
-        if job.recipe.finetune is not None:
-            return [f"vitpt finetune --from {job.folder}"]
-        return [f"vitpt finetune RECIPE --from {job.folder}"]
-    return [f"vitpt eval {job.folder}", f"vitpt convert {job.folder} {job.recipe.name}-timm --to timm"]
+        recipe = "" if job.recipe.finetune is not None else " RECIPE"
+        return [f"vitpt finetune{recipe} --from {run}"]
+    return [f"vitpt eval {run}", f"vitpt convert {run} {quote(job.folder.resolve().name)}-timm --to timm"]
