@@ -34,7 +34,7 @@ def load_backbone(task: Task, tensors: Mapping[str, Tensor], old: ViTConfig, sou
     positions = weights.get("pos_embed")
     if positions is not None and (old.grid != new.grid or old.pool != new.pool):
         weights["pos_embed"] = _positions(positions, fresh["pos_embed"].detach(), old, new)
-    if old.grid != new.grid:
+    if positions is not None and old.grid != new.grid:
         said.append(
             f"position embedding resized from {old.grid[0]}x{old.grid[1]} to {new.grid[0]}x{new.grid[1]} patches"
         )
