@@ -7,9 +7,11 @@ from typing import Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, LoggerType
 
 from vitpt.errors import Exit, VitptError
+from vitpt.fsio import nearest
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # rank 0 may be writing a checkpoint meanwhile
 
@@ -25,8 +27,10 @@ def make_accelerator(
         folder: where trackers may write.
 
     Raises:
-        VitptError: the launcher started more processes than were joined (exit 4).
+        VitptError: a tracker is unknown (exit 2) or not installed (exit 4); the launcher started more processes than were
+            joined (exit 4).
     """
+    _check_trackers(trackers)
     if precision == "auto":
         precision = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
     # a ViT has no buffers to broadcast; the bucket view saves one copy of the gradients
@@ -47,3 +51,18 @@ def make_accelerator(
             exit_code=Exit.ENVIRONMENT,
         )
     return accelerator
+
+
+def _check_trackers(trackers: tuple[str, ...]) -> None:
+    """Accelerate leaves out a tracker that is not installed without a word."""
+    known = [kind.value for kind in LoggerType if kind != LoggerType.ALL]
+    available = {kind.value for kind in get_available_trackers()} if trackers else set()
+    for name in trackers:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+            raise VitptError(f"log.trackers: unknown tracker {name!r}", hint=hint)
+        if name not in available:
+            raise VitptError(
+                f"log.trackers: {name} is not installed", hint=f"pip install {name}", exit_code=Exit.ENVIRONMENT
+            )
