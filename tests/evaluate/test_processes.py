@@ -13,9 +13,3 @@ def test_a_tracker_that_cannot_be_used_is_named(name, code, words):
         make_accelerator(trackers=(name,))
     assert caught.value.exit_code == code
     assert words in caught.value.hint
-
-
-def test_processes_that_did_not_join_are_noticed(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(VitptError, match="started 2 processes, but 1 joined"):
-        make_accelerator()
