@@ -9,6 +9,7 @@ import typer
 from vitpt.cli.console import progress, result_json, result_table, say
 from vitpt.cli.options import Json
 from vitpt.errors import VitptError
+from vitpt.fsio import missing_path
 
 
 def evaluate(
@@ -52,6 +53,8 @@ def evaluate(
                 "no run with a classification head under ./runs to evaluate",
                 hint="run `vitpt finetune` first, or name a checkpoint",
             )
+    elif not checkpoint.exists():
+        raise missing_path(checkpoint, "run, checkpoint or converted folder")
     recipe = recipe_of(checkpoint)
     path = data or (recipe.data.path if recipe else None)
     if path is None:

@@ -9,6 +9,7 @@ from vitpt.cli.console import say
 from vitpt.cli.options import Json, Overrides
 from vitpt.cli.pretrain import DryRun, Out, run_job
 from vitpt.errors import VitptError
+from vitpt.fsio import missing_path
 
 
 def finetune(
@@ -55,6 +56,8 @@ def finetune(
                 "no pretraining run under ./runs to start from",
                 hint="run `vitpt pretrain quickstart` first, or name a checkpoint with --from",
             )
+    elif not source.exists():
+        raise missing_path(source, "run, checkpoint or converted folder")
     if recipe is None:
         recipe = successor_of(source)
     say(f"fine-tuning {source} by recipe {recipe}")
