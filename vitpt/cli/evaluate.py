@@ -9,7 +9,6 @@ import typer
 from vitpt.cli.console import progress, result_json, result_table, say
 from vitpt.cli.options import Json
 from vitpt.errors import VitptError
-from vitpt.fsio import missing_path
 
 
 def evaluate(
@@ -44,6 +43,7 @@ def evaluate(
     json: Json = False,
 ) -> None:
     """Evaluate a classifier."""
+    from vitpt.fsio import missing_path
     from vitpt.train.runs import newest_run, recipe_of
 
     if checkpoint is None:

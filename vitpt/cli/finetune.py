@@ -9,7 +9,6 @@ from vitpt.cli.console import say
 from vitpt.cli.options import Json, Overrides
 from vitpt.cli.pretrain import DryRun, Out, run_job
 from vitpt.errors import VitptError
-from vitpt.fsio import missing_path
 
 
 def finetune(
@@ -45,8 +44,9 @@ def finetune(
     json: Json = False,
 ) -> None:
     """Fine-tune a classifier from a checkpoint; the same command goes on where a run stopped."""
+    from vitpt.fsio import missing_path
     from vitpt.recipe.load import load_recipe
-    from vitpt.train.runs import newest_run, successor_of
+    from vitpt.train.runs import newest_run, recipe_of, successor_of
 
     overrides = [*(override or ()), *([f"model.res={res}"] if res is not None else [])]
     if source is None:
@@ -62,6 +62,9 @@ def finetune(
         recipe = successor_of(source)
     say(f"fine-tuning {source} by recipe {recipe}")
     loaded = load_recipe(recipe, overrides)
+    pretrained, path = recipe_of(source), loaded.recipe.data.path
+    if pretrained is not None and pretrained.data.path != path:
+        say(f"note: pretrained on {pretrained.data.path}, fine-tuned on {path} as the recipe says (-o data.path=DIR)")
     from vitpt.train.job import make_job, read_init
 
     run_job(make_job("finetune", loaded.recipe, out, read_init(source)), dry_run=dry_run, json=json)
