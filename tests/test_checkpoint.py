@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 
@@ -6,13 +7,28 @@ import torch
 
 from vitpt import checkpoint
 from vitpt.errors import Exit, VitptError
+from vitpt.models.variants import ViTConfig
 
-CONFIG = {"model": {}, "objective": {"kind": "mpp"}, "classes": None, "pixels": {}}
+MODEL = ViTConfig(width=4, depth=1, heads=2, mlp=8, patch=2, res=4)
+PIXELS = {"res": 4, "mean": [0.5] * 3, "std": [0.5] * 3, "crop": {"kind": "squash"}, "interpolation": "bilinear"}
+CONFIG = {"model": MODEL.to_dict(), "objective": {"kind": "mpp"}, "classes": None, "pixels": PIXELS}
+TENSORS = {
+    "backbone.patch_embed.proj.weight": (4, 3, 2, 2),
+    "backbone.blocks.0.mlp.fc1.bias": (8,),
+}
+STATE = {
+    "recipe_hash": "a",
+    "data_hash": "b",
+    "data_digest": "0123456789abcdef",
+    "best": {"metric": "val/loss", "value": 2, "step": 5},
+    "totals": {"loss": [1.5, 2]},
+    "pending": None,
+}
 
 
 def save(root, step, value=1.0):
     tensors = {"model": {"w": torch.full((3,), value)}, "optimizer": {"w:step": torch.tensor(float(step))}}
-    return checkpoint.save(root, step, tensors, {"step": step}, CONFIG)
+    return checkpoint.save(root, step, tensors, {"step": step, **STATE}, CONFIG)
 
 
 def test_round_trip(tmp_path):
@@ -39,6 +55,40 @@ def test_damage_of_any_file_is_found_and_an_older_checkpoint_taken(tmp_path, nam
     assert found == older
     assert len(damaged) == 1
     assert name in damaged[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("step", [None, "5", -5, 6, 10**9, 5.5, True]),
+        ("files", [None, "x", 3, [1], {"model.safetensors": None}]),
+        ("data_digest", [None, "x", 5, "0" * 15]),
+        ("best", ["x", 1, {}, {"metric": "val/loss", "value": None, "step": 5}]),
+        ("totals", [None, [1], {"loss": 1}, {"loss": [1]}]),
+        ("pending", ["x", 1, [1]]),
+        ("recipe_hash", [None, 5]),
+        ("data_hash", [None, {"a": 1}]),
+    ],
+)
+def test_a_damaged_state_is_found_and_an_older_checkpoint_taken(tmp_path, key, values):
+    older, newer = save(tmp_path, 5), save(tmp_path, 10)
+    state = json.loads((newer / "state.json").read_text())
+    lacking = {name: value for name, value in state.items() if name != key}
+    for wrong in (lacking, *({**state, key: value} for value in values)):
+        (newer / "state.json").write_text(json.dumps(wrong))
+        found, damaged = checkpoint.latest_good(tmp_path)
+        assert found == older
+        assert len(damaged) == 1
+        assert damaged[0].startswith(f"{newer / 'state.json'}: damaged (")
+        assert "\n" not in damaged[0]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 5000, "../checkpoints/step-00000005", "step-5", ".", "a\0b", b"\xff\xfe"])
+def test_a_damaged_pointer_points_nowhere(tmp_path, name):
+    newest = save(tmp_path / "checkpoints", 5)
+    (tmp_path / "checkpoints" / "BEST").write_bytes(name if isinstance(name, bytes) else name.encode())
+    assert checkpoint.pointed(tmp_path / "checkpoints", "BEST") is None
+    assert checkpoint.find(tmp_path) == newest
 
 
 def test_saving_a_step_again_replaces_a_damaged_folder(tmp_path):
@@ -87,7 +137,11 @@ def test_find_nothing(tmp_path, what):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"version": 2}, "format version 2"), ({"format": "other"}, "not written by vitpt"), (None, "not readable as JSON")],
+    [
+        ({"version": 2}, "format version 2"),
+        ({"format": "other"}, "not written by vitpt"),
+        (None, "not readable as JSON"),
+    ],
 )
 def test_foreign_config_is_refused_in_one_line(tmp_path, change, message):
     path = save(tmp_path, 5) / "config.json"
@@ -96,6 +150,56 @@ def test_foreign_config_is_refused_in_one_line(tmp_path, change, message):
         checkpoint.read_config(path.parent)
     assert caught.value.exit_code == Exit.DATA
     assert "\n" not in caught.value.message
+
+
+def wrong_configs():
+    for key in CONFIG:
+        yield (key,), ...
+        yield (key,), 3
+        if key != "objective":
+            yield (key,), {"kind": "mpp"}
+    for key in CONFIG["model"]:
+        yield ("model", key), ...
+        yield from ((("model", key), value) for value in (None, "x", -1, [], 10**12))
+    for key in ("width", "depth", "heads", "mlp", "patch", "res"):
+        yield from ((("model", key), value) for value in (0, 1.5, 1001))
+    yield ("model", "window"), 3
+    yield ("objective", "kind"), "moco"
+    yield from ((("classes",), value) for value in ("abc", [1], {"a": 0}))
+    for key in ("mean", "std"):
+        yield from ((("pixels", key), value) for value in (..., [0.5], [0.5] * 4, ["a"] * 3, [float("nan")] * 3))
+    yield ("pixels", "std"), [0, 0, 0]
+    yield ("pixels", "crop"), {"kind": "five"}
+
+
+def test_a_wrong_config_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "m" / "config.json"
+    tensors = {name: torch.zeros(shape) for name, shape in TENSORS.items()}
+    checkpoint.write_model(path.parent, tensors, CONFIG)
+    right = json.loads(path.read_text())
+    for keys, value in wrong_configs():
+        wrong = copy.deepcopy(right)
+        section = wrong[keys[0]] if keys[1:] else wrong
+        if value is ...:
+            del section[keys[-1]]
+        else:
+            section[keys[-1]] = value
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(VitptError, match=f"{path}: ") as caught:
+            ViTConfig.from_dict(checkpoint.read_model_config(path.parent)["model"], str(path))
+        assert caught.value.exit_code == Exit.DATA, keys
+        assert "\n" not in caught.value.message
+    path.write_text(json.dumps(right))
+    assert checkpoint.read_model_config(path.parent) == right
+
+
+def test_classes_are_as_many_as_the_head_has(tmp_path):
+    described = {**CONFIG, "objective": {"kind": "supervised"}, "classes": ["a", "b"]}
+    tensors = {name: torch.zeros(shape) for name, shape in TENSORS.items()} | {"objective.head.bias": torch.zeros(3)}
+    checkpoint.write_model(tmp_path / "m", tensors, described)
+    with pytest.raises(VitptError, match=r"2 classes, but model.safetensors has 3") as caught:
+        checkpoint.read_model_config(tmp_path / "m")
+    assert caught.value.exit_code == Exit.DATA
 
 
 def test_unreadable_tensors(tmp_path):

@@ -5,25 +5,102 @@ model is and how it wants its pixels), and, when it belongs to a run, `optimizer
 (step, samples seen, hashes; a sha256 of every other file). No pickle is ever written or loaded.
 """
 
-import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from safetensors import SafetensorError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from vitpt import __version__
 from vitpt.errors import Exit, VitptError
-from vitpt.fsio import fsync_folder, remove_temporary_files, sha256_file, write_bytes, write_json, writing
+from vitpt.fsio import (
+    encode_json,
+    fsync_folder,
+    missing_path,
+    parse_json,
+    remove_temporary_files,
+    sha256_file,
+    write_bytes,
+    write_json,
+    writing,
+)
+from vitpt.recipe import schema
 
 FORMAT = "vitpt-checkpoint"
 VERSION = 1
 MODEL, EMA, OPTIMIZER = "model", "ema", "optimizer"
 Tensors = Mapping[str, torch.Tensor]
+
+_FOLDER = re.compile(r"step-\d{8,}")
+_Size = Annotated[int, Field(ge=1, le=1 << 20)]
+_Share = Annotated[float, Field(ge=0, lt=1)]
+_Positive = Annotated[float, Field(gt=0)]
+
+
+class _Content(BaseModel):
+    """What a file must hold, whoever wrote it; more is allowed."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class _Model(_Content):
+    """A `ViTConfig`, whose own checks come when it is built."""
+
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid")
+    width: _Size
+    depth: _Size
+    heads: _Size
+    mlp: _Size
+    patch: _Size
+    res: _Size | tuple[_Size, _Size]
+    pool: Literal["tok", "gap"]
+    pos_embed: Literal["learned", "sincos2d", "none"]
+    gelu: Literal["tanh", "erf"]
+    dropout: _Share
+    drop_path: _Share
+    norm_eps: Annotated[float, Field(gt=0, lt=1)]
+
+
+class _Pixels(_Content):
+    res: _Size | tuple[_Size, _Size]
+    mean: tuple[float, float, float]
+    std: tuple[_Positive, _Positive, _Positive]
+    crop: schema.EvalCrop
+    interpolation: str
+
+
+class _Config(_Content):
+    """config.json."""
+
+    model: _Model
+    objective: Annotated[schema.Supervised | schema.Mpp, Field(discriminator="kind")] | None
+    classes: list[str] | None
+    pixels: _Pixels
+
+
+class _Best(_Content):
+    metric: str
+    value: float
+    step: int
+
+
+class _State(_Content):
+    """state.json of a run's checkpoint: what a resume reads."""
+
+    step: Annotated[int, Field(ge=0)]
+    files: dict[str, str]
+    recipe_hash: str
+    data_hash: str
+    data_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    best: _Best | None
+    totals: dict[str, tuple[float, float]]
+    pending: dict[str, Any] | None
 
 
 def folder_name(step: int) -> str:
@@ -54,7 +131,7 @@ def save(
         try:
             temporary.mkdir()
             for group, content in tensors.items():
-                _write_tensors(temporary / f"{group}.safetensors", content)
+                write_tensors(temporary / f"{group}.safetensors", content)
             write_json(temporary / "config.json", _stamped(config))
             files = {path.name: sha256_file(path) for path in sorted(temporary.iterdir())}
             write_json(temporary / "state.json", {**_stamped(state), "files": files})
@@ -73,15 +150,16 @@ def write_model(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> No
     """Write a checkpoint folder that holds only a model: `model.safetensors` and `config.json`.
 
     Raises:
-        VitptError: the folder exists already.
+        VitptError: the folder exists already (exit 2), or could not be read again (exit 3).
     """
     if folder.exists():
         raise VitptError(f"{folder} exists already", hint="give a new name, or remove it first")
+    _require(encode_json(_stamped(config)), _Config, folder / "config.json")
     temporary = folder.parent / f".{folder.name}.{os.getpid()}"
     with writing(folder):
         try:
             temporary.mkdir(parents=True)
-            _write_tensors(temporary / "model.safetensors", tensors)
+            write_tensors(temporary / "model.safetensors", tensors)
             write_json(temporary / "config.json", _stamped(config))
             fsync_folder(temporary)
             temporary.rename(folder)
@@ -98,16 +176,16 @@ def point(root: Path, pointer: str, name: str) -> None:
 def pointed(root: Path, pointer: str) -> Path | None:
     """The folder that LATEST or BEST names, if it is there."""
     try:
-        folder = root / (root / pointer).read_text().strip()
+        name = (root / pointer).read_text(errors="replace").strip()
     except OSError:
         return None
-    return folder if (folder / "config.json").is_file() else None
+    return root / name if _FOLDER.fullmatch(name) and (root / name / "config.json").is_file() else None
 
 
 def steps_saved(root: Path) -> list[tuple[int, Path]]:
     """All checkpoint folders under `root`, oldest first."""
-    found = [(path.name.removeprefix("step-"), path) for path in root.glob("step-*") if path.is_dir()]
-    return sorted((int(number), path) for number, path in found if number.isdigit())
+    found = [path for path in root.glob("step-*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
+    return sorted((int(path.name.removeprefix("step-")), path) for path in found)
 
 
 def latest_good(root: Path) -> tuple[Path | None, list[str]]:
@@ -133,6 +211,8 @@ def verify(folder: Path) -> dict[str, Any]:
         VitptError: exit 3, naming the damaged file.
     """
     state = read_state(folder)
+    if folder_name(state["step"]) != folder.name:
+        raise VitptError(f"{folder / 'state.json'}: damaged (it says step {state['step']})", exit_code=Exit.DATA)
     for name, digest in state["files"].items():
         path = folder / name
         if not path.is_file():
@@ -144,7 +224,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The content of state.json, its files not checked."""
-    return _read_json(folder / "state.json")
+    return _read_json(folder / "state.json", _State)
 
 
 def prune(root: Path, keep_last: int) -> None:
@@ -169,9 +249,7 @@ def find(path: Path) -> Path:
         VitptError: exit 2 when there is none.
     """
     if not path.exists():
-        raise VitptError(
-            f"{path}: no such file or folder", hint="give a run, a checkpoint folder or a converted folder"
-        )
+        raise missing_path(path, "run, checkpoint or converted folder")
     if (path / "config.json").is_file():
         return path
     for root in (path / "checkpoints", path):
@@ -187,11 +265,47 @@ def find(path: Path) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of config.json: model, objective, classes, pixels."""
-    config = _read_json(folder / "config.json")
-    missing = {"model", "objective", "classes", "pixels"} - config.keys()
-    if missing:
-        raise VitptError(f"{folder / 'config.json'}: lacks {', '.join(sorted(missing))}", exit_code=Exit.DATA)
+    return _read_json(folder / "config.json", _Config)
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The content of config.json, compared with the shapes in the file of the weights: no number in it is made up.
+
+    Raises:
+        VitptError: exit 3 when one of the files is missing or damaged, or when they do not belong together.
+    """
+    config, path = read_config(folder), weights_file(folder)
+    shapes = _shapes(path)
+    model, blocks = config["model"], {name.split(".")[2] for name in shapes if name.startswith("backbone.blocks.")}
+    found = {
+        "width": shapes.get("backbone.patch_embed.proj.weight", [0])[0],
+        "patch": shapes.get("backbone.patch_embed.proj.weight", [0])[-1],
+        "mlp": shapes.get("backbone.blocks.0.mlp.fc1.bias", [0])[0],
+        "depth": len(blocks),
+    }
+    for key, number in found.items():
+        if model[key] != number:
+            raise VitptError(
+                f"{folder / 'config.json'}: model.{key} is {model[key]}, but {path.name} has {number}",
+                exit_code=Exit.DATA,
+            )
+    supervised = (config["objective"] or {}).get("kind") == "supervised"
+    heads = shapes.get("objective.head.bias") if supervised else None
+    if config["classes"] is not None and heads is not None and len(config["classes"]) != heads[0]:
+        raise VitptError(
+            f"{folder / 'config.json'}: {len(config['classes'])} classes, but {path.name} has {heads[0]}",
+            exit_code=Exit.DATA,
+        )
     return config
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """Shape of each tensor of a file, from its head."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
 
 
 def load_tensors(folder: Path, group: str = MODEL) -> dict[str, torch.Tensor]:
@@ -204,10 +318,8 @@ def load_tensors(folder: Path, group: str = MODEL) -> dict[str, torch.Tensor]:
     try:
         # clone: load_file maps the file, and a file replaced underneath a mapping ends the process
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
-    except FileNotFoundError:
-        raise VitptError(f"{path}: missing", exit_code=Exit.DATA) from None
     except (OSError, SafetensorError) as error:
-        raise VitptError(f"{path}: not a readable safetensors file ({error})", exit_code=Exit.DATA) from None
+        raise _unreadable(path, error) from None
 
 
 def load_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -243,26 +355,60 @@ def _stamped(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, "written_by": f"vitpt {__version__}", **content}
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> None:
+def write_tensors(path: Path, tensors: Tensors) -> None:
+    """Write a new safetensors file and flush it to the disk.
+
+    Raises:
+        OSError: the system refuses; safetensors tells it in words only.
+    """
     content = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(content, path, metadata={"format": "pt"})
+    try:
+        save_file(content, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _unreadable(path: Path, error: Exception) -> VitptError:
+    what = "missing" if isinstance(error, FileNotFoundError) else f"not a readable safetensors file ({error})"
+    return VitptError(f"{path}: {what}", exit_code=Exit.DATA)
+
+
+def _read_json(path: Path, expected: type[_Content]) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        data = path.read_bytes()
+        content = parse_json(data)
     except FileNotFoundError:
         raise VitptError(f"{path}: missing", exit_code=Exit.DATA) from None
     except (OSError, ValueError) as error:
         raise VitptError(f"{path}: not readable as JSON ({error})", exit_code=Exit.DATA) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise VitptError(f"{path}: not written by vitpt (expected format {FORMAT!r})", exit_code=Exit.DATA)
+        foreign = isinstance(content, dict) and "architecture" in content
+        raise VitptError(
+            f"{path}: not written by vitpt (expected format {FORMAT!r})",
+            hint="this is a timm folder: vitpt convert SRC DST --to native makes a checkpoint of it"
+            if foreign
+            else None,
+            exit_code=Exit.DATA,
+        )
     if content.get("version") != VERSION:
         raise VitptError(
             f"{path}: format version {content.get('version')}, this vitpt reads version {VERSION}",
             hint=f"it was written by {content.get('written_by', 'an unknown version')}: install that version or a newer one",
             exit_code=Exit.DATA,
         )
+    _require(data, expected, path)
     return content
+
+
+def _require(data: bytes, expected: type[_Content], path: Path) -> None:
+    try:
+        expected.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "content"
+        raise VitptError(f"{path}: damaged ({where}: {first['msg']})", exit_code=Exit.DATA) from None

@@ -3,7 +3,7 @@
 The files and their bytes are described in docs/data-format.md.
 """
 
-import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -62,7 +62,8 @@ class Shard:
 class Split:
     """The samples of one split; a sample's id is its row in the columns.
 
-    The columns are memory-mapped arrays of shape (num_samples,): opening costs nothing, pages are read when touched.
+    The columns are memory-mapped arrays of shape (num_samples,): opening looks once for numbers that point nowhere; otherwise pages
+    are read when touched.
 
     Attributes:
         name: "train", "val" or "test".
@@ -148,6 +149,13 @@ def key(row: int) -> str:
     return f"{row:09d}"
 
 
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write a .npy file (format version 1.0) atomically; numpy's own writing does not say that the disk is full."""
+    with fsio.atomic_write(path) as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+        file.write(array.tobytes())
+
+
 def index_folder(root: Path, split: str) -> Path:
     """Folder of a split's columns, names and sidecars."""
     return root / f"{split}.index"
@@ -174,6 +182,8 @@ def open_dataset(path: str | Path) -> Dataset:
     try:
         splits = {name: _open_split(root, name, entry) for name, entry in manifest["splits"].items()}
         classes = _read_classes(root, manifest)
+        for split in splits.values():
+            _check_values(split, len(classes))
         identity = str(manifest["dataset_id"])
     except (KeyError, TypeError, AttributeError, ValueError) as err:
         raise _damaged(root / MANIFEST, f"damaged manifest ({type(err).__name__}: {err})") from err
@@ -188,7 +198,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
     """
     path = root / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = fsio.parse_json(path.read_bytes())
     except FileNotFoundError:
         raise _no_manifest(root) from None
     except OSError as err:
@@ -245,7 +255,7 @@ def _no_manifest(root: Path) -> VitptError:
         )
     return VitptError(
         f"{root}: no {MANIFEST}, so these are no vitpt shards",
-        hint=f"if this is a folder of images, write shards with: vitpt shard {root}",
+        hint=f"if this is a folder of images, write shards with: vitpt shard {shlex.quote(str(root))}",
         exit_code=Exit.DATA,
     )
 
@@ -296,6 +306,24 @@ def _map_column(path: Path, column: str, rows: int) -> np.ndarray:
     if array.dtype != np.dtype(COLUMNS[column]) or array.shape != expected:
         raise _damaged(path, f"holds {array.dtype} {array.shape}, expected {np.dtype(COLUMNS[column])} {expected}")
     return cast(np.ndarray, array)
+
+
+def _check_values(split: Split, num_classes: int) -> None:
+    """Refuse numbers that point outside of what there is; anything else in a column costs its sample only."""
+    if not split.num_samples:
+        return
+    largest_shard = max(shard.bytes for shard in split.shards)
+    for column, low, high in (
+        ("shard", 0, len(split.shards) - 1),
+        ("offset", 0, largest_shard),
+        ("label", -1, num_classes - 1),
+        ("orient", 1, 8),
+    ):
+        values = getattr(split, column)
+        for value in (int(values.min()), int(values.max())):
+            if not low <= value <= high:
+                path = index_folder(split.root, split.name) / f"{column}.npy"
+                raise _damaged(path, f"damaged index file (holds {value}, expected {low} to {high})")
 
 
 def _map_names(path: Path, size: int) -> np.ndarray:

@@ -17,6 +17,10 @@ class Exit(IntEnum):
     PIPE_CLOSED = 141  # whoever read the output went away (128 + SIGPIPE, as in a shell)
 
 
+class Preempted(BaseException):
+    """SIGTERM or SIGUSR1 came where nothing has to be saved: like KeyboardInterrupt, only files are put in order."""
+
+
 class VitptError(Exception):
     """A failure that the command line reports without a traceback.
 

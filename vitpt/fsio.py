@@ -2,11 +2,13 @@
 
 import difflib
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +20,7 @@ CHUNK_BYTES = 1 << 20
 TEMP_MARK = ".tmp-"  # temporary files are called ".<final name>.tmp-<pid>-<n>"
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NO_PERMISSION = {errno.EACCES, errno.EPERM}
+WRONG_PATH = {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 _temp_numbers = itertools.count()
 
@@ -60,7 +63,55 @@ def writing(path: Path) -> Iterator[None]:
             raise VitptError(f"{path}: the file system is read-only", exit_code=Exit.ENVIRONMENT) from err
         if err.errno in NO_PERMISSION:
             raise VitptError(f"{path}: no permission to write here", exit_code=Exit.USAGE) from err
+        if err.errno in WRONG_PATH:
+            raise VitptError(f"{path}: cannot be written ({err.strerror})", exit_code=Exit.USAGE) from err
         raise
+
+
+@contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Hold the lock of a file, which is made with its folder, while inside.
+
+    The system lets go of it when the process ends, however it ends; the file stays. Where the file system has no locks, this does
+    nothing.
+
+    Args:
+        path: the file; it holds the process id and host of the last holder.
+        busy: message when another process holds the lock; who it is comes after it.
+
+    Raises:
+        VitptError: another process holds it, or the file cannot be written (exit 2 or 4).
+    """
+    handle = _open_locked(path, busy)
+    try:
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _open_locked(path: Path, busy: str) -> int:
+    while True:
+        make_folder(path.parent)
+        with writing(path):
+            try:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except FileNotFoundError:  # the last holder has just removed the folder
+                continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 256, 0).decode(errors="replace") or "another process"
+            os.close(handle)
+            raise VitptError(f"{busy} ({holder})") from None
+        except OSError:
+            return handle
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
+        os.close(handle)  # the last holder removed the file between the two calls
 
 
 def make_folder(path: Path) -> None:
@@ -100,6 +151,18 @@ def encode_json(obj: Any, **options: Any) -> bytes:
     """JSON in UTF-8; bytes of file names that are not UTF-8 (lone surrogates) become JSON escapes."""
     # backslashreplace writes a lone surrogate as \udcff, which is just how JSON spells it
     return json.dumps(obj, ensure_ascii=False, allow_nan=False, **options).encode("utf-8", "backslashreplace")
+
+
+def parse_json(data: bytes) -> Any:
+    """The inverse of `encode_json`.
+
+    Raises:
+        ValueError: not JSON in UTF-8, or nested too deeply to be ours.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def sha256_file(path: Path) -> str:

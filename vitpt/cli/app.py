@@ -2,9 +2,12 @@
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 from inspect import Parameter, signature
+from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +16,7 @@ from typer.core import TyperGroup
 from vitpt import __version__
 from vitpt.cli import convert, data, evaluate, finetune, pretrain, recipe, shard
 from vitpt.cli.console import escape_name, write_line
-from vitpt.errors import Exit, VitptError
+from vitpt.errors import Exit, Preempted, VitptError
 
 
 class ErrorBorder(TyperGroup):
@@ -25,6 +28,7 @@ class ErrorBorder(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
+            require_working_folder()
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -32,6 +36,8 @@ class ErrorBorder(TyperGroup):
             fail(err.exit_code, str(err))
         except KeyboardInterrupt:
             fail(Exit.INTERRUPTED, "interrupted")
+        except Preempted as err:
+            fail(Exit.PREEMPTED, f"stopped by {err}", "Run the same command again.")
         except MemoryError:
             fail(Exit.ENVIRONMENT, "out of memory")
         except BrokenPipeError:
@@ -39,10 +45,13 @@ class ErrorBorder(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(Exit.PIPE_CLOSED) from None
         except OSError as err:
-            if err.errno not in (errno.ENOSPC, errno.EDQUOT):
+            status = status_of(err)
+            if status is None:
                 raise
             where = f"{err.filename}: " if err.filename else ""
-            fail(Exit.ENVIRONMENT, f"{where}{os.strerror(err.errno)}")
+            fail(status, f"{where}{os.strerror(err.errno or 0)}")
+        except EOFError as err:
+            raise RuntimeError(f"unexpected end: {err}") from err  # Click takes it for a user who left a prompt
         except RuntimeError as err:
             if not is_out_of_memory(err):
                 raise
@@ -51,6 +60,29 @@ class ErrorBorder(TyperGroup):
                 str(err).split("\n", 1)[0],
                 "Try a smaller -o train.micro_batch_size; the result stays the same.",
             )
+
+
+def status_of(err: OSError) -> Exit | None:
+    """Exit status of what the system refused; None when it is a bug's business."""
+    if err.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Exit.ENVIRONMENT
+    if err.filename is None:
+        return None
+    if err.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+        return Exit.USAGE
+    return Exit.ENVIRONMENT if err.errno in (errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE) else None
+
+
+def require_working_folder() -> None:
+    """Refuse to start in a folder that was removed, where no relative path means anything.
+
+    Raises:
+        VitptError: exit 2.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise VitptError("the working folder does not exist any more", hint="cd to another one") from None
 
 
 def is_out_of_memory(err: RuntimeError) -> bool:
@@ -196,9 +228,15 @@ _add(
 )
 
 
+def _preempt(number: int, frame: FrameType | None) -> None:
+    raise Preempted(signal.Signals(number).name)
+
+
 def main() -> None:
     """Run the command line: the console entry point."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _preempt)
     app(prog_name="vitpt")

@@ -46,6 +46,7 @@ def pretrain(
 def run_job(job: "Job", *, dry_run: bool, json: bool) -> None:
     """Train a checked job, or only print its plan."""
     from vitpt.cli.training import reporting, tell_end, tell_plan
+    from vitpt.train.claim import claimed
     from vitpt.train.job import is_finished, read_summary
 
     if dry_run:
@@ -61,9 +62,10 @@ def run_job(job: "Job", *, dry_run: bool, json: bool) -> None:
         say(f"{job.folder} is finished; give a new --out to train again")
         tell_end(job, read_summary(job), json)
         return
-    tell_plan(job)
-    from vitpt.train.fit import train
+    with claimed(job.folder):
+        tell_plan(job)
+        from vitpt.train.fit import train
 
-    with reporting() as report:
-        summary = train(job, report)
+        with reporting() as report:
+            summary = train(job, report)
     tell_end(job, summary, json)

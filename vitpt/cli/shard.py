@@ -12,6 +12,7 @@ import typer
 
 from vitpt.cli import console
 from vitpt.cli.options import Json
+from vitpt.errors import Preempted
 
 if TYPE_CHECKING:
     from vitpt.shard.check import Advance
@@ -94,7 +95,7 @@ def shard(
         return
     try:
         report = build(listing, target_folder, options, Reporter())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Preempted):
         console.say("stopped; the same command goes on from here")
         raise
     if report.already_there:

@@ -1,6 +1,7 @@
 """Models between vitpt checkpoints, timm folders and Google's `.npz` files: exact, or refused."""
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,8 +9,8 @@ from typing import Literal
 from vitpt import checkpoint
 from vitpt.convert import google, timm
 from vitpt.convert.weights import Weights, largest_difference, read_native, write_native
-from vitpt.errors import VitptError
-from vitpt.fsio import make_folder, require_free_space
+from vitpt.errors import Exit, VitptError
+from vitpt.fsio import make_folder, parse_json, require_free_space
 
 Format = Literal["native", "timm", "google"]
 
@@ -79,9 +80,24 @@ def _read(source: Path, source_format: Format) -> tuple[Weights, float]:
     if source_format == "native":
         return read_native(source), 0.0
     module = timm if source_format == "timm" else google
-    weights = module.read(source)
-    # a file must mean what it was read as, before anything is written
-    return weights, largest_difference(weights, lambda images: module.reference(source, images), source)
+    with _foreign(source):
+        weights = module.read(source)
+        # a file must mean what it was read as, before anything is written
+        return weights, largest_difference(weights, lambda images: module.reference(source, images), source)
+
+
+@contextmanager
+def _foreign(source: Path) -> Iterator[None]:
+    """Whatever goes wrong while another program's file is taken apart, names and shapes being anything, is the file's fault."""
+    try:
+        yield
+    except VitptError as error:
+        if error.exit_code == Exit.DATA:
+            raise
+        raise VitptError(f"{source}: {error.message}", hint=error.hint, exit_code=Exit.DATA) from None
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise VitptError(f"{source}: not a plain Vision Transformer ({reason})", exit_code=Exit.DATA) from error
 
 
 def find_source(path: Path) -> tuple[Path, Format]:
@@ -94,10 +110,10 @@ def find_source(path: Path) -> tuple[Path, Format]:
         return path, "google"
     folder = checkpoint.find(path)
     try:
-        described = json.loads((folder / "config.json").read_bytes())
+        described = parse_json((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         described = {}  # the checkpoint's own reader says what is wrong with it
-    return folder, "timm" if "architecture" in described else "native"
+    return folder, "timm" if isinstance(described, dict) and "architecture" in described else "native"
 
 
 def to_timm(source: Path, destination: Path, *, drop_head: bool = False) -> float:

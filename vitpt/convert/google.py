@@ -2,6 +2,7 @@
 
 import math
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -225,10 +226,16 @@ def load(path: Path) -> dict[str, Array]:
     Raises:
         VitptError: exit 3 when the file is no such archive, or an array is not float32.
     """
+    if not zipfile.is_zipfile(path):
+        raise VitptError(
+            f"{path}: not a .npz file (a zip archive of arrays)",
+            hint="of a model in any other form than .npz, give the folder that holds its config.json",
+            exit_code=Exit.DATA,
+        )
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, AttributeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise VitptError(f"{path}: not a readable .npz file ({error})", exit_code=Exit.DATA) from None
     prefix = next((p for p in _PREFIXES if f"{p}embedding/kernel" in arrays), "")
     arrays = {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}

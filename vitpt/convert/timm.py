@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitpt.checkpoint import write_tensors
 from vitpt.convert.weights import HALF, Weights, largest_difference, position_table, require_float32
 from vitpt.errors import Exit, VitptError
 from vitpt.fsio import fsync_folder, write_json, writing
@@ -56,14 +57,12 @@ def write(weights: Weights, folder: Path) -> float:
             f"timm's Vision Transformers have a LayerNorm epsilon of 1e-6, found {weights.config.norm_eps}"
         )
     temporary = folder.parent / f".{folder.name}.{os.getpid()}"
-    tensors = {name: value.contiguous() for name, value in weights.backbone.items()} | weights.head
-    tensors["pos_embed"] = position_table(weights).contiguous()
+    tensors = weights.backbone | weights.head
+    tensors["pos_embed"] = position_table(weights)
     with writing(folder):
         try:
             temporary.mkdir(parents=True)
-            save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-            with (temporary / "model.safetensors").open("rb") as file:
-                os.fsync(file.fileno())
+            write_tensors(temporary / "model.safetensors", tensors)
             write_json(temporary / "config.json", _description(weights))
             fsync_folder(temporary)
             difference = largest_difference(weights, lambda images: reference(temporary, images), folder)
@@ -168,8 +167,8 @@ def read(folder: Path) -> Weights:
         classes=_class_names(described, pretrained, len(head.get("head.bias", ()))),
         pixels={
             "res": config.image_size[0],
-            "mean": list(pretrained.get("mean", HALF)),
-            "std": list(pretrained.get("std", HALF)),
+            "mean": _channels(pretrained, "mean"),
+            "std": _channels(pretrained, "std"),
             "crop": _crop_from_timm(pretrained, config.image_size[0]),
             "interpolation": "bilinear",
         },
@@ -177,6 +176,13 @@ def read(folder: Path) -> Weights:
     if pretrained.get("interpolation", "bilinear") != "bilinear":
         weights = weights.noting(f"timm resizes {pretrained['interpolation']}, vitpt bilinear")
     return weights
+
+
+def _channels(pretrained: dict[str, Any], key: str) -> list[float]:
+    values = [float(value) for value in pretrained.get(key, HALF)]
+    if len(values) != 3:
+        raise ValueError(f"pretrained_cfg.{key} has {len(values)} numbers, expected 3")
+    return values
 
 
 def _class_names(described: dict[str, Any], pretrained: dict[str, Any], num_classes: int) -> list[str] | None:

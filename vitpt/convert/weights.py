@@ -68,11 +68,11 @@ def read_native(folder: Path) -> Weights:
     Raises:
         VitptError: exit 3 when the folder is damaged.
     """
-    described = checkpoint.read_config(folder)
+    described = checkpoint.read_model_config(folder)
     tensors = checkpoint.load_weights(folder)
     backbone, head = (_with_prefix(tensors, prefix) for prefix in ("backbone.", "objective."))
     weights = Weights(
-        config=ViTConfig.from_dict(described["model"]),
+        config=ViTConfig.from_dict(described["model"], str(folder / "config.json")),
         backbone=backbone,
         head=head,
         objective=described["objective"],

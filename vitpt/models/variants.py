@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from vitpt.errors import VitptError
+from vitpt.errors import Exit, VitptError
 from vitpt.recipe import schema
 
 
@@ -106,15 +106,26 @@ class ViTConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "ViTConfig":
-        """The inverse of `to_dict`, also after a trip through JSON (lists become tuples)."""
+    def from_dict(cls, values: dict[str, Any], source: str = "model configuration") -> "ViTConfig":
+        """The inverse of `to_dict`, also after a trip through JSON (lists become tuples).
+
+        Raises:
+            VitptError: the values make no model (exit 3); `source` is named.
+        """
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise VitptError(f"model configuration: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+            raise _no_model(source, f"unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
         if missing := [name for name in _NUMBERS if name not in values]:
-            raise VitptError(f"model configuration: {missing[0]!r} is missing")
+            raise _no_model(source, f"{missing[0]!r} is missing")
         res = values.get("res", 224)
-        return cls(**{**values, "res": res if isinstance(res, int) else tuple(res)})
+        try:
+            return cls(**{**values, "res": res if isinstance(res, int) else tuple(res)})
+        except VitptError as error:
+            raise _no_model(source, error.message) from None
+
+
+def _no_model(source: str, why: str) -> VitptError:
+    return VitptError(f"{source}: {why}", exit_code=Exit.DATA)
 
 
 def config_from(section: schema.Model) -> ViTConfig:

@@ -6,8 +6,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vitpt import __version__, dataset, fsio
 from vitpt.shard import target
 from vitpt.shard.check import Checked, library_versions
@@ -88,8 +86,7 @@ def _finish_split(out: Path, plan: SplitPlan) -> dict[str, Any]:
     hashes = {}
     for name, column in plan.columns.items():
         path = folder / f"{name}.npy"
-        with fsio.atomic_write(path) as file:
-            np.lib.format.write_array(file, column, version=(1, 0), allow_pickle=False)
+        dataset.write_array(path, column)
         hashes[path.name] = fsio.sha256_file(path)
     fsio.write_bytes(folder / dataset.NAMES, plan.names)
     hashes[dataset.NAMES] = fsio.sha256_bytes(plan.names)

@@ -1,7 +1,5 @@
 """The folder that shards are written to: whose it is, what state it is in, and what must go before writing."""
 
-import fcntl
-import os
 import re
 import shutil
 from collections.abc import Iterator, Set
@@ -62,21 +60,11 @@ def locked(out: Path) -> Iterator[Path]:
     """
     made = not out.exists()
     work = out / dataset.WORK
-    fsio.make_folder(work)
-    with fsio.writing(work):
-        handle = os.open(work / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with fsio.locked(work / LOCK, f"{out}: another `vitpt shard` is writing here"):
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise VitptError(f"{out}: another `vitpt shard` is writing here") from None
-        yield work
-        _leave(out, work, made)
-    except BaseException:
-        _leave(out, work, made)
-        raise
-    finally:
-        os.close(handle)
+            yield work
+        finally:
+            _leave(out, work, made)
 
 
 def _leave(out: Path, work: Path, made: bool) -> None:

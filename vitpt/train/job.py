@@ -1,6 +1,6 @@
 """What a training command is about to do, checked before anything is built or written."""
 
-import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,17 @@ from typing import Any
 from vitpt import checkpoint
 from vitpt.dataset import Dataset, Split, open_dataset
 from vitpt.errors import Exit, VitptError
-from vitpt.fsio import canonical_json, sha256_bytes, sha256_file
+from vitpt.fsio import TEMP_MARK, canonical_json, parse_json, sha256_bytes, sha256_file
 from vitpt.models.variants import ViTConfig, config_from
 from vitpt.recipe.load import load_recipe, recipe_hash, require_model, result_differences, result_fields
 from vitpt.recipe.schema import Recipe, Supervised
 from vitpt.stream.order import rows_in_use
+from vitpt.train.claim import LOCK
 from vitpt.train.schedule import total_steps
 from vitpt.train.status import read_status
 
 _NUMBERS = ("width", "depth", "heads", "mlp", "patch")
+_SUMMARY = {"steps", "images_seen", "epochs", "best", "checkpoint", "data_digest", "bad_samples"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Job:
 def read_init(path: Path) -> Init:
     """The checkpoint that a path means, as a start for the weights."""
     folder = checkpoint.find(path)
-    return Init(folder, checkpoint.read_config(folder), sha256_file(checkpoint.weights_file(folder)))
+    return Init(folder, checkpoint.read_model_config(folder), sha256_file(checkpoint.weights_file(folder)))
 
 
 def make_job(command: str, recipe: Recipe, out: Path | None, init: Init | None = None) -> Job:
@@ -126,12 +128,25 @@ def make_job(command: str, recipe: Recipe, out: Path | None, init: Init | None =
 
 def is_finished(job: Job) -> bool:
     """Whether the run in the job's folder has nothing left to do."""
-    return read_status(job.folder).get("state") == "finished" and (job.folder / "summary.json").is_file()
+    if read_status(job.folder).get("state") != "finished":
+        return False
+    with suppress(VitptError):
+        return bool(read_summary(job))
+    return False  # going on from the last checkpoint writes the summary again
 
 
 def read_summary(job: Job) -> dict[str, Any]:
-    """summary.json of a finished run."""
-    return _stored(job.folder / "summary.json")
+    """summary.json of a finished run.
+
+    Raises:
+        VitptError: it is missing or damaged (exit 3).
+    """
+    path = job.folder / "summary.json"
+    summary = _stored(path)
+    best = summary.get("best")
+    if not summary.keys() >= _SUMMARY or not (best is None or (isinstance(best, dict) and "value" in best)):
+        raise VitptError(f"{path}: not the summary of a run", exit_code=Exit.DATA)
+    return summary
 
 
 def _with_model_of(recipe: Recipe, init: Init) -> Recipe:
@@ -216,10 +231,10 @@ def _check_folder(job: Job) -> None:
     if not folder.is_dir():
         raise VitptError(f"{folder}: a file is in the way of the run's folder", hint="give another --out")
     if not (folder / "recipe.yaml").is_file():
-        content = sorted(path.name for path in folder.iterdir())
+        content = sorted(path.name for path in folder.iterdir() if not _of_a_killed_start(path))
         if content:
             raise VitptError(
-                f"{folder}: not empty and not a run of vitpt (it holds {', '.join(content[:3])})",
+                f"{folder}: not empty and not a run of vitpt (it holds {', '.join(content[:3])}, but no recipe.yaml)",
                 hint="give another --out",
             )
         return
@@ -237,7 +252,7 @@ def _check_folder(job: Job) -> None:
         )
     stored = _stored(folder / "data.json")
     for key, value in job.data.items():
-        if key in stored and stored[key] != json.loads(json.dumps(value)):
+        if key in stored and stored[key] != parse_json(canonical_json(value)):
             raise VitptError(
                 f"{job.dataset.root}: these are other data than the run in {folder} was started on ({key} differs)",
                 hint=way_out,
@@ -245,11 +260,19 @@ def _check_folder(job: Job) -> None:
             )
 
 
+def _of_a_killed_start(path: Path) -> bool:
+    """Whether a file may lie in a run's folder before its recipe does."""
+    empty = path.name == "checkpoints" and not any(path.glob("*"))
+    return empty or path.name in (LOCK, "status.json") or TEMP_MARK in path.name
+
+
 def _stored(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise VitptError(f"{path}: not readable as JSON ({error})", exit_code=Exit.DATA) from None
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        raise VitptError(f"{path}: damaged (expected a JSON object)", exit_code=Exit.DATA)
+    return content

@@ -1,6 +1,5 @@
 """status.json: how a run stands, for people and launchers (which turn every child's exit code into 1)."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from vitpt.errors import Exit, VitptError
-from vitpt.fsio import write_json
+from vitpt.errors import Exit, Preempted, VitptError
+from vitpt.fsio import make_folder, parse_json, write_json
 
 _STATES = {Exit.PREEMPTED: "preempted", Exit.INTERRUPTED: "interrupted"}
 
@@ -22,19 +21,20 @@ class Progress(Protocol):
 
 @dataclass
 class Status:
-    """The state of a run; one process (rank 0) writes it."""
+    """The state of a run; one process (rank 0) writes it. How many steps are done is known once the run is built."""
 
     folder: Path
     command: str
     writes: bool
-    progress: Progress
+    progress: Progress | None = None
 
     def write(self, state: str, exit_code: int | None = None, message: str = "") -> None:
         """Write status.json."""
         if self.writes:
+            make_folder(self.folder)
             content = {
                 "state": state,
-                "step": self.progress.step,
+                "step": None if self.progress is None else self.progress.step,
                 "exit_code": exit_code,
                 "message": message,
                 "command": self.command,
@@ -53,6 +53,9 @@ class Status:
         except KeyboardInterrupt:
             self._at_end("interrupted", int(Exit.INTERRUPTED), "interrupted without a checkpoint of the last steps")
             raise
+        except Preempted:
+            self._at_end("preempted", int(Exit.PREEMPTED), "stopped by a signal outside the training loop")
+            raise
         except BaseException as error:
             self._at_end("failed", int(Exit.UNEXPECTED), f"{type(error).__name__}: {error}")
             raise
@@ -67,7 +70,7 @@ class Status:
 def read_status(folder: Path) -> dict[str, Any]:
     """The content of status.json, or {} when there is none that can be read."""
     try:
-        content = json.loads((folder / "status.json").read_bytes())
+        content = parse_json((folder / "status.json").read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
