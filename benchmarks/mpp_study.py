@@ -36,9 +36,7 @@ def yardsticks(shards: Path, res: int, patch: int) -> dict[str, float]:
     """Loss of the best constant and accuracy of copying the left neighbour, over the validation split."""
     split = open_dataset(shards).split("val")
     planner = evaluation_planner(Squash(), res, 0, split, 64, 1, 0, lambda seed, visits, ids: {}, False)
-    loader = Loader(
-        planner, split, res, decoder="cpu", threads=1, prefetch=2, crc="first", device=torch.device("cpu")
-    )
+    loader = Loader(planner, split, res, decoder="cpu", threads=1, prefetch=2, crc="first", device=torch.device("cpu"))
     counts, same, pairs = torch.zeros(512, dtype=torch.float64), 0, 0
     with loader.batches(0, planner.steps) as batches:
         for batch in batches:

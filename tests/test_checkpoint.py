@@ -1,6 +1,5 @@
 import copy
 import json
-import os
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ def test_round_trip(tmp_path):
     assert torch.equal(checkpoint.load_tensors(folder)["w"], torch.ones(3))
     assert checkpoint.pointed(tmp_path, "LATEST") == folder
     assert checkpoint.read_config(folder)["objective"] == {"kind": "mpp"}
-    assert not [path for path in os.listdir(tmp_path) if path.startswith(".")]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "config.json"])
@@ -112,7 +111,7 @@ def test_leftovers_of_a_killed_process_are_removed_and_never_taken(tmp_path):
     (tmp_path / ".step-00000007.123" / "model.safetensors").write_bytes(b"half")
     assert checkpoint.latest_good(tmp_path) == (None, [])
     save(tmp_path, 8)
-    assert sorted(os.listdir(tmp_path)) == ["LATEST", "step-00000008"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step-00000008"]
 
 
 def test_find(tmp_path):

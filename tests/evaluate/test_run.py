@@ -195,8 +195,9 @@ def test_an_abandoned_evaluation_gives_nothing_and_puts_the_mode_back(tmp_path, 
     assert len(asked) == 3
     assert task.training
     advanced = []
-    totals = evaluate(task, loader, steps, lambda t: t, advance=lambda: advanced.append(1))
-    assert totals["loss"][1] == 21
+    result = evaluate(task, loader, steps, lambda t: t, advance=lambda: advanced.append(1))
+    assert (result.samples, result.bad) == (21, 0)
+    assert result.totals["loss"][1] == 21
     assert len(advanced) == steps == 6
     assert task.training
 

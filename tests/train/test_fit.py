@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from running import Quiet, digests, job, metrics, run, same_weights, status, tiny_recipe, weights
+
 from vitpt import checkpoint
 from vitpt.errors import Exit, VitptError
 from vitpt.train import fit as fit_module
@@ -42,7 +42,16 @@ class Interrupt(Quiet):
 def test_files_of_a_run(straight):
     _, out = straight
     names = {path.name for path in out.iterdir()}
-    assert names == {"recipe.yaml", "data.json", "plan.json", "status.json", "metrics.jsonl", "digests.npy", "summary.json", "checkpoints"}
+    assert names == {
+        "recipe.yaml",
+        "data.json",
+        "plan.json",
+        "status.json",
+        "metrics.jsonl",
+        "digests.npy",
+        "summary.json",
+        "checkpoints",
+    }
     assert status(out)["state"] == "finished"
     assert status(out)["exit_code"] == 0
     records = metrics(out)
@@ -130,7 +139,9 @@ def test_a_damaged_newest_checkpoint_falls_back_to_an_older_one(straight, tmp_pa
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.parametrize("change", ["data.decoder=dali_cpu", "data.threads=2", "data.prefetch=4", "train.micro_batch_size=3"])
+@pytest.mark.parametrize(
+    "change", ["data.decoder=dali_cpu", "data.threads=2", "data.prefetch=4", "train.micro_batch_size=3"]
+)
 def test_execution_fields_may_change_on_resume(straight, tmp_path, change):
     recipe, out = straight
     with pytest.raises(VitptError):
@@ -185,7 +196,9 @@ def test_mpp_resumes_exactly_too(tiny_shards, tmp_path):
         train(job(recipe, tmp_path / "b", *extra), Interrupt(7))
     run(recipe, tmp_path / "b", *extra)
     assert same_weights(tmp_path / "a", tmp_path / "b")
-    averages = [checkpoint.load_tensors(checkpoint.steps_saved(tmp_path / o / "checkpoints")[-1][1], "ema") for o in "ab"]
+    averages = [
+        checkpoint.load_tensors(checkpoint.steps_saved(tmp_path / o / "checkpoints")[-1][1], "ema") for o in "ab"
+    ]
     assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
     record = metrics(tmp_path / "a")[-1]
     assert {"val/loss", "val/accuracy", "val/loss_mask", "val/loss_random", "val/loss_keep"} <= record.keys()

@@ -1,8 +1,8 @@
 import pytest
 import torch
+from oracles import ORACLES, formula
 from torch import nn
 
-from oracles import ORACLES, formula
 from vitpt.errors import Exit, VitptError
 from vitpt.models.variants import ViTConfig
 from vitpt.objectives import build_task
@@ -39,7 +39,10 @@ def test_reference_updates(section, expected):
         module.layer.weight.grad = formula((1, 4), 0.5, 0.7, k)
         optimizer.step()
         torch.testing.assert_close(
-            module.layer.weight.detach()[0], torch.tensor(expected[k], dtype=torch.float64), rtol=0, atol=REFERENCE["tol"]
+            module.layer.weight.detach()[0],
+            torch.tensor(expected[k], dtype=torch.float64),
+            rtol=0,
+            atol=REFERENCE["tol"],
         )
 
 
@@ -57,7 +60,11 @@ def test_only_weights_of_layers_decay():
     assert {names[id(p)] for p in decayed["params"]} == {
         "backbone.patch_embed.proj.weight",
         "objective.head.weight",
-        *(f"backbone.blocks.{i}.{layer}.weight" for i in (0, 1) for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")),
+        *(
+            f"backbone.blocks.{i}.{layer}.weight"
+            for i in (0, 1)
+            for layer in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+        ),
     }
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
     assert len(decayed["params"]) + len(free["params"]) == len(names)

@@ -1,6 +1,6 @@
 import pytest
-
 from oracles import ORACLES
+
 from vitpt.recipe.schema import Schedule
 from vitpt.train.schedule import learning_rate, total_steps
 

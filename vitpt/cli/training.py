@@ -70,8 +70,7 @@ def format_record(record: dict[str, Any], steps: int) -> str:
             parts.append(f"{name} {_number(name, record[f'train/{name}'])}")
     evaluated = {k: v for k, v in record.items() if "/" in k and not k.startswith("train/")}
     parts += [f"{name} {value:.4g}" for name, value in evaluated.items() if "_" not in name]
-    if record.get("bad_samples"):
-        parts.append(f"bad_samples {record['bad_samples']}")
+    parts += [f"{name} {record[name]}" for name in ("bad_samples", "converted_samples") if record.get(name)]
     return "  ".join(parts)
 
 

@@ -1,6 +1,7 @@
 """One pass over a split: every sample once, sums and counts over all processes."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,20 @@ class Meter:
         return dict(zip(names, table, strict=True))
 
 
+class Evaluation(NamedTuple):
+    """What one pass over a split gave, over all processes.
+
+    Attributes:
+        totals: [sum, count] of each metric.
+        samples: samples that counted, each once.
+        bad: samples that could not be read or decoded.
+    """
+
+    totals: dict[str, list[float]]
+    samples: int
+    bad: int
+
+
 def means(totals: dict[str, list[float]]) -> dict[str, float]:
     """Mean of each metric; a metric that counted nothing is left out."""
     return {name: total / count for name, (total, count) in totals.items() if count}
@@ -55,7 +70,7 @@ def evaluate(
     stopped: Callable[[], bool] = lambda: False,
     advance: Callable[[], None] = lambda: None,
     relabel: Tensor | None = None,
-) -> dict[str, list[float]] | None:
+) -> Evaluation | None:
     """Run the task in eval mode over all samples of the loader's planner.
 
     Args:
@@ -68,11 +83,12 @@ def evaluate(
         relabel: (labels of the data,) int64, the model's class of each label of the data; None when they are the same.
 
     Returns:
-        [sum, count] of each metric; None when abandoned.
+        The sums and counts; None when abandoned.
     """
     training = task.training
     task.eval()
     meter = Meter(loader.device)
+    filled = bad = 0
     try:
         with loader.batches(0, steps) as batches:
             for batch in batches:
@@ -82,7 +98,10 @@ def evaluate(
                 if relabel is not None:
                     labels = torch.where(labels >= 0, relabel[labels.clamp(min=0)], labels)
                 meter.add(task(batch.images[0], labels, batch.weights, batch.draws))
+                filled += int((batch.plan.ids >= 0).sum())
+                bad += len(batch.bad)
                 advance()
     finally:
         task.train(training)
-    return meter.totals(reduce)
+    filled, bad = reduce(torch.tensor([filled, bad], device=loader.device)).tolist()
+    return Evaluation(meter.totals(reduce), filled - bad, bad)

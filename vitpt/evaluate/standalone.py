@@ -22,13 +22,13 @@ from vitpt.stream.plan import evaluation_planner
 
 def load_task(folder: Path) -> tuple[Task, dict[str, Any]]:
     """The task of a checkpoint with its weights (the moving average, if the run kept one), and its config.json."""
-    config = checkpoint.read_config(folder)
+    config = checkpoint.read_model_config(folder)
     section = TypeAdapter[Any](schema.Supervised | schema.Mpp).validate_python(config["objective"])
     pixels, tensors = config["pixels"], checkpoint.load_weights(folder)
     # a converted .npz knows how many classes it has, but not their names
     head = tensors.get("objective.head.bias") if section.kind == "supervised" else None
     num_classes = None if head is None else len(head)
-    model = ViTConfig.from_dict(config["model"])
+    model = ViTConfig.from_dict(config["model"], str(folder / "config.json"))
     task = build_task(model, section, num_classes, tuple(pixels["mean"]), tuple(pixels["std"]))
     checkpoint.load_into(dict(task.named_parameters()), tensors, str(folder))
     return task, config
@@ -91,17 +91,17 @@ def evaluate_checkpoint(
     table = _class_table(dataset.classes, config["classes"], num_classes, dataset.root)
     task.to(accelerator.device)
     reduce = accelerator.reduce if accelerator.num_processes > 1 else _same
-    totals = evaluate(task, loader, planner.steps or 0, reduce, advance=advance, relabel=table.to(accelerator.device))
-    values = totals or {}
-    counted = round(values["top1"][1]) if "top1" in values else 0
+    result = evaluate(task, loader, planner.steps or 0, reduce, advance=advance, relabel=table.to(accelerator.device))
+    if result is None:
+        raise RuntimeError("an evaluation that nobody stops was abandoned")
     return {
         "checkpoint": str(folder),
         "data": data,
         "split": split_name,
-        "samples": counted,
+        "samples": result.samples,
         "unlabelled": split.num_samples - split.num_labelled,
-        "bad": split.num_labelled - counted,
-        **means(values),
+        "bad": result.bad,
+        **means(result.totals),
     }
 
 
@@ -129,4 +129,7 @@ def _class_table(names: Sequence[str], known: Sequence[str] | None, num_classes:
             hint=f"nearest: {near!r}" if near else f"the model knows {', '.join(map(repr, list(known)[:3]))}, ...",
             exit_code=Exit.DATA,
         )
+    twice = [name for name in names if known.count(name) > 1]
+    if twice:
+        raise VitptError(f"{root}: the model has more than one class called {twice[0]!r}", exit_code=Exit.DATA)
     return torch.tensor([position[name] for name in names], dtype=torch.int64)

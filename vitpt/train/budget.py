@@ -1,5 +1,7 @@
 """What a run will cost: the printed plan, and the micro-batch that fits."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -64,6 +66,27 @@ def _fits(task: Task, size: int, accelerator: Accelerator) -> bool:
             parameter.grad = None
         torch.cuda.empty_cache()
     return True
+
+
+def require_memory(job: Job) -> None:
+    """Refuse a model that this machine cannot hold, before the system ends the process without a word.
+
+    Raises:
+        VitptError: exit 4.
+    """
+    if not hasattr(os, "sysconf"):
+        return
+    # on a CPU gradients and the optimizer's two moments lie beside the weights
+    copies = 1 if torch.accelerator.is_available() else 4
+    needed = 4 * copies * backbone_parameters(job)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise VitptError(
+            f"a model of {backbone_parameters(job) / 1e6:,.0f} M parameters needs {size_text(needed)} of memory, "
+            f"this machine has {size_text(there)}",
+            hint="take a smaller model",
+            exit_code=Exit.ENVIRONMENT,
+        )
 
 
 def plan_rows(job: Job, *, ranks: int = 1, decoder: str = "") -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """The training loop. Everything that happens in a step is on this page."""
 
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -15,11 +16,14 @@ from vitpt.evaluate.run import evaluate, means
 from vitpt.fsio import write_json
 from vitpt.stream.digest import digest
 from vitpt.stream.loader import Batch
+from vitpt.train.budget import forward_macs
+from vitpt.train.claim import first_process
 from vitpt.train.job import Job
 from vitpt.train.metrics import Record, Report
 from vitpt.train.optim import set_learning_rate
+from vitpt.train.run import Run
 from vitpt.train.schedule import learning_rate
-from vitpt.train.setup import Run, start
+from vitpt.train.setup import start
 from vitpt.train.signals import StopSignals
 from vitpt.train.status import Status
 
@@ -42,12 +46,14 @@ def train(job: Job, report: Report) -> Record:
     Returns:
         The content of summary.json.
     """
-    run = start(job, report)
-    with Status(job.folder, job.command, run.main, run.state).recorded():
-        return fit(run, report)
+    status = Status(job.folder, job.command, first_process())
+    with status.recorded():
+        run = start(job, report)
+        status.progress = run.state
+        return fit(run, report, status)
 
 
-def fit(run: Run, report: Report) -> Record:
+def fit(run: Run, report: Report, status: Status) -> Record:
     """Train from the run's state to its last step.
 
     Returns:
@@ -110,6 +116,7 @@ def fit(run: Run, report: Report) -> Record:
             interval.started += time.perf_counter() - before  # images_per_s is of training alone
             if saving:
                 last_saved = time.monotonic()
+                status.write("running")
             if signal and not finished:
                 raise _stopped(run, signal)
     return _summary(run)
@@ -140,7 +147,7 @@ def check_finite(run: Run, interval: Interval, norm: torch.Tensor) -> None:
     what = f"the loss is {loss / max(count, 1):.4g}, the gradient norm {float(norm):.4g}"
     raise VitptError(
         f"diverged between steps {interval.first_step + 1} and {run.state.step}: {what}",
-        hint=f"the last good checkpoint is kept in {run.job.checkpoints}; try a smaller optim.lr or a longer warmup with a new --out",
+        hint="try a smaller optim.lr or a longer warmup with a new --out; earlier checkpoints of this run are good",
         exit_code=Exit.FAILED,
     )
 
@@ -159,11 +166,12 @@ def _count(interval: Interval, batch: Batch) -> None:
 def _collect_digests(run: Run, interval: Interval) -> None:
     """Add this interval's digests over all processes, and its bad samples."""
     if interval.digests:
-        totals = run.sum_digests(interval.digests)
+        totals = run.sum(interval.digests)
         run.state.data_digest = (run.state.data_digest + sum(totals)) % 2**64
         if run.digests is not None:
             run.digests.put(run.state.step, totals)
         interval.digests = []
+    (run.converted,) = run.sum([run.loader.converted])
     (any_bad,) = run.agree([len(interval.bad)])
     if any_bad:
         bad, interval.bad = interval.bad, []
@@ -184,6 +192,7 @@ def _log(run: Run, interval: Interval, norm: torch.Tensor) -> Record:
         "train/images_per_s": interval.images * run.ranks / seconds,
         "train/data_wait": interval.data_wait / seconds,
         "bad_samples": len(run.bad.ids),
+        "converted_samples": run.converted,
         "epoch": state.step * batch / run.job.num_samples,
         "images_seen": state.step * batch,
         "data_digest": f"{state.data_digest:016x}",
@@ -218,12 +227,13 @@ def _evaluate(run: Run, stop: StopSignals) -> Record | None:
     if section is None or run.eval_loader is None:
         return {}
     with run.ema.swapped_in() if run.ema is not None else nullcontext():
-        totals = evaluate(
+        result = evaluate(
             run.task, run.eval_loader, run.eval_steps, run.reduce, lambda: bool(run.agree([stop.received])[0])
         )
-    if totals is None:
+    if result is None:
         return None
-    return {f"{section.split}/{name}": value for name, value in means(totals).items()}
+    counted = {"samples": result.samples, "bad_samples": result.bad}
+    return {f"{section.split}/{name}": value for name, value in (means(result.totals) | counted).items()}
 
 
 def _is_best(run: Run, values: Record) -> bool:
@@ -232,6 +242,8 @@ def _is_best(run: Run, values: Record) -> bool:
     if section is None or section.metric not in values:
         return False
     value, best = values[section.metric], run.state.best
+    if not math.isfinite(value):
+        return False
     better = best is None or (value < best["value"] if section.mode == "min" else value > best["value"])
     if better:
         run.state.best = {"metric": section.metric, "value": value, "step": run.state.step}
@@ -253,11 +265,13 @@ def _summary(run: Run) -> Record:
     summary: dict[str, Any] = {
         "steps": state.step,
         "images_seen": state.step * recipe.train.global_batch_size,
+        "exaflops": 6 * forward_macs(run.job) * state.step * recipe.train.global_batch_size / 1e18,
         "epochs": state.step * recipe.train.global_batch_size / run.job.num_samples,
         "best": state.best,
         "checkpoint": newest.name if newest else None,
         "data_digest": f"{state.data_digest:016x}",
         "bad_samples": len(run.bad.ids),
+        "converted_samples": run.converted,
     }
     if run.main:
         write_json(run.job.folder / "summary.json", summary)

@@ -11,7 +11,7 @@ from vitpt.errors import Exit, VitptError
 from vitpt.fsio import TEMP_MARK, canonical_json, parse_json, sha256_bytes, sha256_file
 from vitpt.models.variants import ViTConfig, config_from
 from vitpt.recipe.load import load_recipe, recipe_hash, require_model, result_differences, result_fields
-from vitpt.recipe.schema import Recipe, Supervised
+from vitpt.recipe.schema import MAX_STEPS, Recipe, Supervised
 from vitpt.stream.order import rows_in_use
 from vitpt.train.claim import LOCK
 from vitpt.train.schedule import total_steps
@@ -204,6 +204,8 @@ def _eval_split(recipe: Recipe, dataset: Dataset) -> Split | None:
 
 
 def _check_length(job: Job) -> None:
+    if job.steps > MAX_STEPS:
+        raise VitptError(f"train.epochs: {job.recipe.train.epochs:g} are {job.steps:.3g} steps; at most {MAX_STEPS:,}")
     if job.recipe.schedule.warmup_steps >= job.steps:
         raise VitptError(
             f"schedule.warmup_steps: {job.recipe.schedule.warmup_steps} steps of warmup, but the run has {job.steps} steps",

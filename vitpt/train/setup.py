@@ -1,157 +1,34 @@
 """From a checked job to a run that can step: processes, model, optimizer, data, and the state to go on from."""
 
 import ctypes
-import json
-import platform
 import sys
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vitpt import __version__, checkpoint
+from vitpt import checkpoint
 from vitpt.errors import Exit, VitptError
 from vitpt.evaluate.processes import COLLECTIVE_TIMEOUT, make_accelerator
 from vitpt.evaluate.run import Meter
-from vitpt.fsio import make_folder, require_free_space, write_bytes, write_json
+from vitpt.fsio import make_folder, parse_json, remove_temporary_files, require_free_space, write_bytes, write_json
 from vitpt.models.variants import ViTConfig
 from vitpt.objectives import Task, build_task
 from vitpt.recipe.load import dump_yaml
+from vitpt.stream.choose import choose
 from vitpt.stream.loader import Loader
 from vitpt.stream.order import Slots, make_slots
 from vitpt.stream.plan import evaluation_planner, training_planner
-from vitpt.train.budget import choose_micro_batch_size
+from vitpt.train.budget import choose_micro_batch_size, require_memory
 from vitpt.train.ema import Ema
 from vitpt.train.job import Job
 from vitpt.train.metrics import BadSamples, DigestsFile, MetricsFile, Report
-from vitpt.train.optim import build_optimizer, load_state, state_tensors
+from vitpt.train.optim import build_optimizer, load_state
+from vitpt.train.run import Run, State
 from vitpt.train.transfer import load_backbone
-
-
-@dataclass
-class State:
-    """What a checkpoint says about how far a run is.
-
-    Attributes:
-        step: optimizer updates done.
-        data_digest: sum mod 2^64 of the digests of all steps done.
-        best: {metric, value, step} of the best evaluation, or None.
-        totals: [sum, count] of the metrics since the last log line.
-        pending: the record of this step, when its evaluation was abandoned by a signal.
-    """
-
-    step: int = 0
-    data_digest: int = 0
-    best: dict[str, Any] | None = None
-    totals: dict[str, list[float]] = field(default_factory=dict)
-    pending: dict[str, Any] | None = None
-
-    @property
-    def recorded(self) -> int:
-        """The last step whose record is final."""
-        return self.step - 1 if self.pending is not None else self.step
-
-
-@dataclass
-class Run:
-    """Everything a step needs. `task` is the prepared module, `module` the same without wrappers."""
-
-    job: Job
-    accelerator: Accelerator
-    cpu_group: dist.ProcessGroup | None
-    slots: Slots
-    task: nn.Module
-    module: Task
-    optimizer: Optimizer
-    ema: Ema | None
-    loader: Loader
-    eval_loader: Loader | None
-    eval_steps: int
-    state: State
-    meter: Meter
-    metrics: MetricsFile | None
-    digests: DigestsFile | None
-    bad: BadSamples
-    precision: str
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes."""
-        return int(self.accelerator.num_processes)
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-        return int(self.accelerator.process_index)
-
-    @property
-    def main(self) -> bool:
-        """Whether this process writes and prints."""
-        return self.rank == 0
-
-    def reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over all processes, on the device."""
-        return self.accelerator.reduce(tensor, "sum") if self.ranks > 1 else tensor
-
-    def agree(self, flags: list[int]) -> list[int]:
-        """The largest value of each flag over all processes; never touches the device."""
-        if self.cpu_group is None:
-            return flags
-        tensor = torch.tensor(flags, dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.cpu_group)
-        return tensor.tolist()
-
-    def gather(self, items: list[Any]) -> list[Any]:
-        """The items of all processes, in the order of the ranks."""
-        if self.cpu_group is None:
-            return items
-        gathered: list[Any] = [None] * self.ranks
-        dist.all_gather_object(gathered, items, group=self.cpu_group)
-        return [item for part in gathered for item in part]
-
-    def sum_digests(self, digests: list[int]) -> list[int]:
-        """Sums mod 2^64 over all processes."""
-        if self.cpu_group is None:
-            return digests
-        tensor = torch.from_numpy(np.array(digests, np.uint64).view(np.int64))
-        dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.cpu_group)  # wraps, as unsigned would
-        return [int(value) for value in tensor.numpy().view(np.uint64)]
-
-    def save(self) -> Path | None:
-        """Write a checkpoint of the current state; only rank 0 writes, the others go on."""
-        totals = self.meter.totals(self.reduce)
-        if not self.main:
-            return None
-        job, recipe = self.job, self.job.recipe
-        tensors: dict[str, checkpoint.Tensors] = {
-            checkpoint.MODEL: self.module.state_dict(),
-            checkpoint.OPTIMIZER: state_tensors(self.optimizer, self.module),
-        }
-        if self.ema is not None:
-            tensors[checkpoint.EMA] = self.ema.average
-        state = {
-            **asdict(self.state),
-            "data_digest": f"{self.state.data_digest:016x}",
-            "totals": totals,
-            "samples_seen": self.state.step * recipe.train.global_batch_size,
-            "global_batch_size": recipe.train.global_batch_size,
-            "seed": recipe.seed,
-            "order": job.data["order"],
-            "recipe_hash": job.recipe_hash,
-            "data_hash": job.data_hash,
-            "versions": versions(self),
-        }
-        folder = checkpoint.save(job.checkpoints, self.state.step, tensors, state, checkpoint_config(job))
-        if self.state.best is not None and self.state.best["step"] == self.state.step:
-            checkpoint.point(job.checkpoints, "BEST", folder.name)
-        checkpoint.prune(job.checkpoints, recipe.save.keep_last)
-        return folder
 
 
 def start(job: Job, report: Report) -> Run:
@@ -162,15 +39,17 @@ def start(job: Job, report: Report) -> Run:
     if device.type == "cpu":
         keep_freed_memory()
     cpu_group = _cpu_group(accelerator)
+    choose(recipe.data.decoder, device, 1)  # refused before anything is written
     if accelerator.process_index == 0:
         prepare_folder(job)
     accelerator.wait_for_everyone()
 
     precision = accelerator_precision(accelerator)
+    require_memory(job)
     task = build_task(job.model, recipe.objective, job.num_classes, recipe.data.mean, recipe.data.std)
     task.initialise(torch.Generator().manual_seed(recipe.seed))
     if job.init is not None:
-        old = ViTConfig.from_dict(job.init.config["model"])
+        old = ViTConfig.from_dict(job.init.config["model"], str(job.init.folder / "config.json"))
         weights = checkpoint.load_weights(job.init.folder)
         for line in load_backbone(task, weights, old, str(job.init.folder)):
             report.say(line)
@@ -181,9 +60,14 @@ def start(job: Job, report: Report) -> Run:
     state = _restore(job, accelerator, task, optimizer, ema, report)
     main = accelerator.process_index == 0
     loader, eval_loader, eval_steps = _loaders(job, accelerator, task, slots)
+    for line in _how(job, accelerator, slots, loader):
+        report.say(line)
     meter = Meter(device)
     if main:
         meter.load(state.totals)
+    metrics = MetricsFile(job.folder / "metrics.jsonl", state.recorded) if main else None
+    if metrics is not None and metrics.damaged:
+        report.say(f"{metrics.path}: {metrics.damaged} damaged lines left out")
     return Run(
         job=job,
         accelerator=accelerator,
@@ -198,52 +82,34 @@ def start(job: Job, report: Report) -> Run:
         eval_steps=eval_steps,
         state=state,
         meter=meter,
-        metrics=MetricsFile(job.folder / "metrics.jsonl", state.recorded) if main else None,
+        metrics=metrics,
         digests=DigestsFile(job.folder / "digests.npy", job.steps) if main else None,
         bad=BadSamples(job.folder / "bad_samples.jsonl", job.num_samples, recipe.data.max_bad_fraction),
         precision=precision,
     )
 
 
-def checkpoint_config(job: Job) -> dict[str, Any]:
-    """config.json of the job's checkpoints: the model, its objective, its classes, and how it wants its pixels."""
-    recipe = job.recipe
-    crop = recipe.eval.crop.model_dump() if recipe.eval else {"kind": "squash"}
-    return {
-        "model": job.model.to_dict(),
-        "objective": recipe.objective.model_dump(mode="json"),
-        "classes": list(job.dataset.classes) if job.num_classes else None,
-        "pixels": {
-            "res": job.model.res,
-            "mean": list(recipe.data.mean),
-            "std": list(recipe.data.std),
-            "crop": crop,
-            "interpolation": "bilinear",
-        },
-    }
-
-
-def versions(run: Run) -> dict[str, Any]:
-    """What the last bits of the weights depend on."""
-    return {
-        "vitpt": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "ranks": run.ranks,
-        "micro_batch_size": run.slots.size,
-        "micros": run.slots.micros,
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "device": run.accelerator.device.type,
-        "precision": run.precision,
-        "decoder": run.loader.decoder_name,
-    }
+def _how(job: Job, accelerator: Accelerator, slots: Slots, loader: Loader) -> list[str]:
+    """How the run goes on this machine, which decides its speed and not what it learns; one line each."""
+    processes = "1 process" if slots.ranks == 1 else f"{slots.ranks} processes"
+    threads = f", {torch.get_num_threads()} threads" if accelerator.device.type == "cpu" else ""
+    lines = [
+        f"{processes} on {accelerator.device.type}{threads}, {accelerator_precision(accelerator)}, "
+        f"{slots.micros} x {slots.size} images a step each",
+        f"decoder {loader.decoder_name}: {loader.decoder_why}",
+    ]
+    if job.model.dropout:
+        lines.append(
+            "dropout is seeded by process and micro-batch: with another number of them other elements are dropped"
+        )
+    return lines
 
 
 def prepare_folder(job: Job) -> None:
     """Make the run's folder and write what describes the run, before the first step."""
     make_folder(job.checkpoints)
     checkpoint.remove_leftovers(job.checkpoints)
+    remove_temporary_files(job.folder)
     write_bytes(job.folder / "recipe.yaml", dump_yaml(job.recipe).encode())
     write_json(job.folder / "data.json", job.data)
     if job.init is not None:
@@ -305,11 +171,12 @@ def _slots(job: Job, accelerator: Accelerator, task: Task) -> Slots:
 
 
 def _read_plan(path: Path) -> dict[str, Any]:
+    """plan.json; what is not there or of no use is chosen again."""
     try:
-        plan = json.loads(path.read_bytes())
-        return {"micro_batch_sizes": dict(plan["micro_batch_sizes"])}
+        sizes = dict(parse_json(path.read_bytes())["micro_batch_sizes"])
     except (OSError, ValueError, KeyError, TypeError):
-        return {"micro_batch_sizes": {}}
+        sizes = {}
+    return {"micro_batch_sizes": {k: size for k, size in sizes.items() if isinstance(size, int) and size >= 1}}
 
 
 def _loaders(job: Job, accelerator: Accelerator, task: Task, slots: Slots) -> tuple[Loader, Loader | None, int]:
@@ -357,7 +224,7 @@ def _restore(
         dist.broadcast_object_list(chosen, src=0, device=accelerator.device)
     name, damaged = chosen
     for line in damaged:
-        report.say(f"{line}; an older checkpoint is taken")
+        report.say(f"{line}; an older checkpoint is taken" if name else line)
     if name is None:
         if damaged:
             raise VitptError(
