@@ -21,9 +21,9 @@ from vitpt import __version__
 from vitpt.errors import Exit, VitptError
 from vitpt.fsio import (
     encode_json,
-    fsync_folder,
     missing_path,
     parse_json,
+    publish_folder,
     remove_temporary_files,
     sha256_file,
     write_bytes,
@@ -135,11 +135,9 @@ def save(
             write_json(temporary / "config.json", _stamped(config))
             files = {path.name: sha256_file(path) for path in sorted(temporary.iterdir())}
             write_json(temporary / "state.json", {**_stamped(state), "files": files})
-            fsync_folder(temporary)
             if final.exists():  # damaged, or it would have been resumed from
                 shutil.rmtree(final)
-            temporary.rename(final)
-            fsync_folder(root)
+            publish_folder(temporary, final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     point(root, "LATEST", final.name)
@@ -161,9 +159,7 @@ def write_model(folder: Path, tensors: Tensors, config: Mapping[str, Any]) -> No
             temporary.mkdir(parents=True)
             write_tensors(temporary / "model.safetensors", tensors)
             write_json(temporary / "config.json", _stamped(config))
-            fsync_folder(temporary)
-            temporary.rename(folder)
-            fsync_folder(folder.parent)
+            publish_folder(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

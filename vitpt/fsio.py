@@ -194,6 +194,22 @@ def remove_temporary_files(folder: Path) -> int:
     return len(stale)
 
 
+def publish_folder(temporary: Path, final: Path) -> None:
+    """Give a finished folder its final name, durably.
+
+    Raises:
+        VitptError: somebody else has taken the name meanwhile (exit 2).
+    """
+    fsync_folder(temporary)
+    try:
+        temporary.rename(final)
+    except OSError as err:
+        if err.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise VitptError(f"{final} exists already", hint="give a new name, or remove it first") from None
+    fsync_folder(final.parent)
+
+
 def require_free_space(folder: Path, needed_bytes: int, what: str) -> None:
     """Check before writing that the disk under `folder` (which need not exist yet) has room.
 

@@ -25,41 +25,69 @@ class ErrorBorder(TyperGroup):
     Everything else is a bug and keeps its traceback (exit status 1).
     """
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the command line."""
+        return _reported(super().make_context, *args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        try:
-            require_working_folder()
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
-        except VitptError as err:
-            fail(err.exit_code, str(err))
-        except KeyboardInterrupt:
-            fail(Exit.INTERRUPTED, "interrupted")
-        except Preempted as err:
-            fail(Exit.PREEMPTED, f"stopped by {err}", "Run the same command again.")
-        except MemoryError:
-            fail(Exit.ENVIRONMENT, "out of memory")
-        except BrokenPipeError:
-            # Python would complain once more when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(Exit.PIPE_CLOSED) from None
-        except OSError as err:
-            status = status_of(err)
-            if status is None:
-                raise
-            where = f"{err.filename}: " if err.filename else ""
-            fail(status, f"{where}{os.strerror(err.errno or 0)}")
-        except EOFError as err:
-            raise RuntimeError(f"unexpected end: {err}") from err  # Click takes it for a user who left a prompt
-        except RuntimeError as err:
-            if not is_out_of_memory(err):
-                raise
-            fail(
-                Exit.ENVIRONMENT,
-                str(err).split("\n", 1)[0],
-                "Try a smaller -o train.micro_batch_size; the result stays the same.",
-            )
+        return _reported(super().invoke, ctx)
+
+
+def _reported(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _one_line(function, *args, **kwargs)
+    except typer.Exit:
+        raise
+    except Exception:
+        if not _stopped_by:
+            raise
+        # a signal in the middle of an import leaves a module half done, and what fails is that
+        fail(*_STOPPED[_stopped_by[0]])
+
+
+def _one_line(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        require_working_folder()
+        result = function(*args, **kwargs)
+        sys.stdout.flush()
+        return result
+    except VitptError as err:
+        fail(err.exit_code, str(err))
+    except KeyboardInterrupt:
+        fail(*_STOPPED[signal.SIGINT])
+    except Preempted:
+        fail(*_STOPPED[_stopped_by[0]])
+    except MemoryError:
+        fail(Exit.ENVIRONMENT, "out of memory")
+    except BrokenPipeError:
+        # Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(Exit.PIPE_CLOSED) from None
+    except OSError as err:
+        status = status_of(err)
+        if status is None:
+            raise
+        where = f"{err.filename}: " if err.filename else ""
+        fail(status, f"{where}{os.strerror(err.errno or 0)}")
+    except EOFError as err:
+        raise RuntimeError(f"unexpected end: {err}") from err  # Click takes it for a user who left a prompt
+    except RuntimeError as err:
+        if not is_out_of_memory(err):
+            raise
+        fail(
+            Exit.ENVIRONMENT,
+            str(err).split("\n", 1)[0],
+            "Try a smaller -o train.micro_batch_size; the result stays the same.",
+        )
+
+
+_STOPPED: dict[int, tuple[Exit, str, str | None]] = {
+    signal.SIGINT: (Exit.INTERRUPTED, "interrupted", None),
+    signal.SIGTERM: (Exit.PREEMPTED, "stopped by SIGTERM", "Run the same command again."),
+    signal.SIGUSR1: (Exit.PREEMPTED, "stopped by SIGUSR1", "Run the same command again."),
+}
+_stopped_by: list[int] = []  # as they came
 
 
 def status_of(err: OSError) -> Exit | None:
@@ -228,15 +256,20 @@ _add(
 )
 
 
-def _preempt(number: int, frame: FrameType | None) -> None:
-    raise Preempted(signal.Signals(number).name)
+def _stop(number: int, frame: FrameType | None) -> None:
+    _stopped_by.append(number)
+    raise KeyboardInterrupt if number == signal.SIGINT else Preempted
 
 
 def main() -> None:
     """Run the command line: the console entry point."""
+    # closed by whoever started this process: what is written to them is for nobody
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _preempt)
+    for number in _STOPPED:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _stop)
     app(prog_name="vitpt")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 PLAIN_INTERVAL_S = 10.0  # least time between two progress lines in a log file
@@ -33,9 +34,18 @@ def escape_name(text: str) -> str:
 
 
 def write_line(stream: TextIO, text: str) -> None:
-    """Write text and a newline at once, so that lines of several processes do not mix."""
-    stream.write(f"{text}\n")
-    stream.flush()
+    """Write text and a newline at once, so that lines of several processes do not mix.
+
+    A message that nobody can read any more (a terminal hung up, a pipe closed, a log's disk full) must not end the work it tells of:
+    then stderr stays silent. A result that cannot be written is an error.
+    """
+    try:
+        stream.write(f"{text}\n")
+        stream.flush()
+    except OSError:
+        if stream is not sys.stderr:
+            raise
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 def say(line: str) -> None:

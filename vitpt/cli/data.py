@@ -80,8 +80,10 @@ def stream(
 def _step_range(text: str) -> tuple[int, int]:
     """(A, B) of `A:B`."""
     first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise VitptError(f"--steps {text}: expected A:B with A < B, such as 0:10")
+    from vitpt.recipe.schema import MAX_STEPS
+
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last) <= MAX_STEPS):
+        raise VitptError(f"--steps {text}: expected A:B with A < B, such as 0:10, and B at most {MAX_STEPS:,}")
     return int(first), int(last)
 
 

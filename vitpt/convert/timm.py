@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from vitpt.checkpoint import write_tensors
 from vitpt.convert.weights import HALF, Weights, largest_difference, position_table, require_float32
 from vitpt.errors import Exit, VitptError
-from vitpt.fsio import fsync_folder, write_json, writing
+from vitpt.fsio import publish_folder, write_json, writing
 from vitpt.models.variants import VARIANTS, ViTConfig
 
 # timm's words for the variants, and its attention heads by them; every number is overridden in what is written here.
@@ -64,10 +64,8 @@ def write(weights: Weights, folder: Path) -> float:
             temporary.mkdir(parents=True)
             write_tensors(temporary / "model.safetensors", tensors)
             write_json(temporary / "config.json", _description(weights))
-            fsync_folder(temporary)
             difference = largest_difference(weights, lambda images: reference(temporary, images), folder)
-            temporary.rename(folder)
-            fsync_folder(folder.parent)
+            publish_folder(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return difference

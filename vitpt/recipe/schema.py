@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Role = Literal["result", "execution"]
+MAX_STEPS = 10**9
 MODEL_NAME = re.compile(r"vit_(ti|s|b|l|h)([1-9]\d*)")
 
 
@@ -55,7 +56,7 @@ class ShortCrop(Section):
     """The shorter side resized to `short` pixels, then the central square of the model's resolution."""
 
     kind: Literal["short_crop"] = "short_crop"
-    short: int = result(256, ge=1, description="shorter side after the resize, pixels")
+    short: int = result(256, ge=1, le=2**16, description="shorter side after the resize, pixels")
 
 
 TrainCrop = Annotated[RandomResizedCrop | Squash | ShortCrop, Field(discriminator="kind")]
@@ -66,7 +67,7 @@ class Data(Section):
     """Which samples, seen how."""
 
     path: str = execution(
-        description="shards: URL, absolute path, path relative to the working directory, or bundled:NAME"
+        description="shards: an absolute path, a path relative to the working directory, or bundled:NAME"
     )
     split: str = result("train", description="split to train on")
     order: Literal["global"] = result(
@@ -94,10 +95,10 @@ class Data(Section):
         description="largest share of the split's samples that may be undecodable before the run stops",
     )
     decoder: Literal["auto", "dali_gpu", "dali_cpu", "cpu"] = execution("auto", description="who decodes the images")
-    threads: Literal["auto"] | Annotated[int, Field(ge=1)] = execution(
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = execution(
         "auto", description="decoder threads per process"
     )
-    prefetch: int = execution(2, ge=1, description="micro-batches decoded ahead")
+    prefetch: int = execution(2, ge=1, le=1024, description="micro-batches decoded ahead")
     crc: Literal["first", "always", "never"] = execution(
         "first", description="when a sample's crc32 is checked: in the first pass, always or never"
     )
@@ -110,12 +111,12 @@ class Model(Section):
     """
 
     name: str | None = result(None, description="vit_<ti|s|b|l|h><patch side>, such as vit_b16")
-    width: int | None = result(None, ge=1, description="embedding width D")
-    depth: int | None = result(None, ge=1, description="number of blocks L")
-    heads: int | None = result(None, ge=1, description="attention heads")
-    mlp: int | None = result(None, ge=1, description="hidden width of the MLP")
-    patch: int | None = result(None, ge=1, description="patch side, pixels")
-    res: int = result(224, ge=1, description="image side, pixels")
+    width: int | None = result(None, ge=1, le=2**16, description="embedding width D")
+    depth: int | None = result(None, ge=1, le=1000, description="number of blocks L")
+    heads: int | None = result(None, ge=1, le=2**16, description="attention heads")
+    mlp: int | None = result(None, ge=1, le=2**20, description="hidden width of the MLP")
+    patch: int | None = result(None, ge=1, le=2**12, description="patch side, pixels")
+    res: int = result(224, ge=1, le=2**14, description="image side, pixels")
     pool: Literal["tok", "gap"] = result(
         "tok", description="tok: a class token is read; gap: the mean of the patches, no class token"
     )
@@ -187,7 +188,7 @@ class Schedule(Section):
 
 
 class Ema(Section):
-    """Exponential moving average of all parameters, evaluated beside the raw weights."""
+    """Exponential moving average of all parameters; where there is one, it is what is evaluated, converted and fine-tuned."""
 
     decay: float = result(0.9999, gt=0, lt=1, description="largest decay; step t uses min(decay, (1+t)/(10+t))")
 
@@ -195,9 +196,9 @@ class Ema(Section):
 class Train(Section):
     """Length (exactly one of `steps` and `epochs`) and batch."""
 
-    steps: int | None = result(None, ge=1, description="optimizer steps")
+    steps: int | None = result(None, ge=1, le=MAX_STEPS, description="optimizer steps")
     epochs: float | None = result(None, gt=0, description="passes over the data, instead of steps")
-    global_batch_size: int = result(ge=1, description="samples of one step, over all processes")
+    global_batch_size: int = result(ge=1, le=2**24, description="samples of one step, over all processes")
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = execution(
         "auto", description="largest number of samples a process runs at once"
     )
