@@ -166,3 +166,18 @@ def test_shard_outside_the_folder_is_refused(copied: Path) -> None:
 def test_further_files_do_no_harm(copied: Path) -> None:
     (copied / "LICENSE.txt").write_text("free")
     assert open_dataset(copied).split("train").num_samples == 60
+
+
+@pytest.mark.parametrize(
+    ("column", "values"), [("label", [3, -2]), ("shard", [99]), ("offset", [2**63]), ("orient", [0, 9])]
+)
+def test_an_index_that_points_nowhere(copied: Path, column: str, values: list[int]) -> None:
+    path = copied / "train.index" / f"{column}.npy"
+    right = np.load(path)
+    for value in values:
+        wrong = right.copy()
+        wrong[4] = value
+        np.save(path, wrong)
+        with pytest.raises(VitptError, match=f"{column}.npy: damaged index file .holds {value}, expected") as caught:
+            open_dataset(copied)
+        assert caught.value.exit_code == Exit.DATA

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,55 @@ def test_missing_path_says_the_nearest_as_it_was_written(tmp_path: Path, monkeyp
 
 def test_shipped_shards_are_found() -> None:
     assert (fsio.shipped("shards") / "README.md").is_file()
+
+
+def test_a_lock_is_held_by_one_and_free_however_its_holder_ended(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "lock"
+    holder = f"""
+import os, sys
+from pathlib import Path
+from vitpt import fsio
+with fsio.locked(Path({str(path)!r}), "busy"):
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pid = process.stdout.readline().strip()
+        with pytest.raises(VitptError, match=rf"^busy \(process {pid} on .+\)$") as caught, fsio.locked(path, "busy"):
+            pass
+        assert caught.value.exit_code == Exit.USAGE
+        process.kill()
+    with (
+        fsio.locked(path, "busy"),
+        pytest.raises(VitptError, match=f"process {os.getpid()} "),
+        fsio.locked(path, "busy"),
+    ):
+        pass
+
+
+def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with fsio.locked(path, "busy"):
+        path.unlink()
+        with fsio.locked(path, "busy"), pytest.raises(VitptError), fsio.locked(path, "busy"):
+            pass
+
+
+def test_a_folder_is_published_once(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+    fsio.publish_folder(tmp_path / "first", tmp_path / "final")
+    with pytest.raises(VitptError, match="final exists already") as caught:
+        fsio.publish_folder(tmp_path / "second", tmp_path / "final")
+    assert caught.value.exit_code == Exit.USAGE
+    assert (tmp_path / "final" / "content").read_text() == "first"
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000])
+def test_what_is_no_json(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        fsio.parse_json(data)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -376,3 +377,34 @@ def test_a_signal_while_starting_up(here, number, code):
     done = vitpt("pretrain", "tiny.yaml", *OVERRIDES, "--json", cwd=here)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 12
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", "<&-", ">&- 2>&- <&-", "2>/dev/full"])
+def test_streams_that_are_closed(here, redirection):
+    line = f"{shlex.join(command('recipe', 'list'))} {redirection}"
+    assert subprocess.run(["sh", "-c", line], env=environment(), capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("pretrain", "tiny.yaml", "-o", "model.depth=1000000000"), "<= 1000"),
+        (("pretrain", "tiny.yaml", "-o", "train.steps=10000000000"), "<= 1000000000"),
+        (("pretrain", "tiny.yaml", "-o", "train.steps=null", "-o", "train.epochs=1e300"), "at most 1,000,000,000"),
+        (
+            ("data", "stream", "tiny.yaml", "--steps", "9999999999999999999:99999999999999999999"),
+            "at most 1,000,000,000",
+        ),
+    ],
+)
+def test_numbers_beyond_all_sense(here, args, message):
+    code, said = refused(*args)
+    assert code == Exit.USAGE
+    assert message in said
+
+
+def test_a_model_larger_than_the_machine(here):
+    wide = ("-o", "model.width=65536", "-o", "model.mlp=1048576", "-o", "model.depth=1000")
+    result = invoke("pretrain", "tiny.yaml", *wide)
+    assert result.exit_code == Exit.ENVIRONMENT
+    assert "M parameters needs" in result.stderr.splitlines()[-2]

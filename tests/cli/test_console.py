@@ -1,5 +1,6 @@
 """What is printed, where, and with which characters."""
 
+import errno
 import json
 import os
 import pty
@@ -188,3 +189,19 @@ def test_a_pipe_gets_no_control_characters_and_no_rich():
     )
     assert done.returncode == 0, done.stderr
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", done.stdout + done.stderr)
+
+
+class Gone:
+    """A terminal that hung up."""
+
+    def write(self, text):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_lost_terminal_ends_no_work(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Gone())
+    for _ in range(2):
+        console.say("a message for nobody")
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with pytest.raises(OSError, match="Input/output error"):
+        console.result_json({})
