@@ -151,6 +151,8 @@ def test_damaged_index(copied: Path, name: str, damage: str) -> None:
 def test_damaged_class_list(copied: Path) -> None:
     (copied / "classes.txt").write_text("cat\ndog\n")
     assert "2 lines" in failure(copied).message
+    (copied / "classes.txt").write_text("cat\ndog\ncat\n")
+    assert "two classes of one name" in failure(copied).message
     (copied / "classes.txt").unlink()
     assert failure(copied).exit_code == Exit.DATA
 

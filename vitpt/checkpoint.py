@@ -245,7 +245,7 @@ def find(path: Path) -> Path:
         VitptError: exit 2 when there is none.
     """
     if not path.exists():
-        raise missing_path(path, "run, checkpoint or converted folder")
+        raise missing_path(path, "file or folder")
     if (path / "config.json").is_file():
         return path
     for root in (path / "checkpoints", path):

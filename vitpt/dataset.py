@@ -345,6 +345,8 @@ def _read_classes(root: Path, manifest: dict[str, Any]) -> tuple[str, ...]:
     classes = tuple(data.decode("utf-8").split("\n")[:-1])
     if len(classes) != int(manifest["num_classes"]):
         raise _damaged(path, f"{len(classes)} lines, but the manifest says {manifest['num_classes']} classes")
+    if len(set(classes)) != len(classes):
+        raise _damaged(path, "two classes of one name")
     return classes
 
 

@@ -336,7 +336,7 @@ def test_a_foreign_file_that_makes_no_sense(here):
             assert code == Exit.DATA, name
             assert "wrong.npz" in said
     code, said = refused("convert", "model/model.safetensors", "out", "--to", "native")
-    assert (code, "not a .npz file" in said) == (Exit.DATA, True)
+    assert (code, "not a readable .npz file" in said) == (Exit.DATA, True)
 
 
 def test_a_timm_folder_where_a_checkpoint_is_expected(here):
@@ -385,11 +385,20 @@ def test_streams_that_are_closed(here, redirection):
     assert subprocess.run(["sh", "-c", line], env=environment(), capture_output=True, timeout=60).returncode == 0
 
 
+def test_nothing_to_evaluate_is_a_failure(here, workplace, tiny_shards):
+    shutil.copytree(tiny_shards, "shards")
+    for path in Path("shards").glob("val-*.tar"):
+        path.write_bytes(bytes(path.stat().st_size))
+    code, message = refused("eval", workplace / "done", "--data", "shards", "--json")
+    assert code == Exit.DATA
+    assert "none of the 21 samples of split 'val' could be read" in message
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("pretrain", "tiny.yaml", "-o", "model.depth=1000000000"), "<= 1000"),
-        (("pretrain", "tiny.yaml", "-o", "train.steps=10000000000"), "<= 1000000000"),
+        (("pretrain", "tiny.yaml", "-o", "train.steps=10000000000"), "at most 1,000,000,000"),
         (("pretrain", "tiny.yaml", "-o", "train.steps=null", "-o", "train.epochs=1e300"), "at most 1,000,000,000"),
         (
             ("data", "stream", "tiny.yaml", "--steps", "9999999999999999999:99999999999999999999"),

@@ -256,9 +256,14 @@ _add(
 )
 
 
+class _Interrupt(KeyboardInterrupt):
+    """Ctrl-C by another name: Python remembers a plain KeyboardInterrupt that has passed through `exec` (of a dataclass, say) and
+    ends the process by the signal, whatever its status was to be."""
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
     _stopped_by.append(number)
-    raise KeyboardInterrupt if number == signal.SIGINT else Preempted
+    raise _Interrupt if number == signal.SIGINT else Preempted
 
 
 def main() -> None:

@@ -82,8 +82,10 @@ def _step_range(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     from vitpt.recipe.schema import MAX_STEPS
 
-    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last) <= MAX_STEPS):
-        raise VitptError(f"--steps {text}: expected A:B with A < B, such as 0:10, and B at most {MAX_STEPS:,}")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise VitptError(f"--steps {text}: expected A:B with A < B, such as 0:10")
+    if int(last) > MAX_STEPS:
+        raise VitptError(f"--steps {text}: a run has at most {MAX_STEPS:,} steps")
     return int(first), int(last)
 
 

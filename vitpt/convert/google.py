@@ -228,8 +228,8 @@ def load(path: Path) -> dict[str, Array]:
     """
     if not zipfile.is_zipfile(path):
         raise VitptError(
-            f"{path}: not a .npz file (a zip archive of arrays)",
-            hint="of a model in any other form than .npz, give the folder that holds its config.json",
+            f"{path}: not a readable .npz file (no zip archive)",
+            hint="of a model in any other form, give the folder that holds its config.json",
             exit_code=Exit.DATA,
         )
     try:

@@ -8,10 +8,10 @@ import torch
 from pydantic import TypeAdapter
 
 from vitpt import checkpoint
-from vitpt.dataset import open_dataset
+from vitpt.dataset import Split, open_dataset
 from vitpt.errors import Exit, VitptError
 from vitpt.evaluate.processes import make_accelerator
-from vitpt.evaluate.run import evaluate, means
+from vitpt.evaluate.run import Evaluation, evaluate, means
 from vitpt.fsio import nearest
 from vitpt.models.variants import ViTConfig
 from vitpt.objectives import Task, build_task
@@ -94,10 +94,19 @@ def evaluate_checkpoint(
     result = evaluate(task, loader, planner.steps or 0, reduce, advance=advance, relabel=table.to(accelerator.device))
     if result is None:
         raise RuntimeError("an evaluation that nobody stops was abandoned")
+    return {"checkpoint": str(folder), "data": data, **_counted(split, result)}
+
+
+def _counted(split: Split, result: Evaluation) -> dict[str, Any]:
+    """What an evaluation gave; nothing is no result."""
+    if not result.samples:
+        raise VitptError(
+            f"{split.root}: none of the {result.bad} samples of split {split.name!r} could be read",
+            hint="the shards are damaged: copy or write this dataset again",
+            exit_code=Exit.DATA,
+        )
     return {
-        "checkpoint": str(folder),
-        "data": data,
-        "split": split_name,
+        "split": split.name,
         "samples": result.samples,
         "unlabelled": split.num_samples - split.num_labelled,
         "bad": result.bad,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Role = Literal["result", "execution"]
-MAX_STEPS = 10**9
+MAX_STEPS = 10**9  # a digest of each is kept
 MODEL_NAME = re.compile(r"vit_(ti|s|b|l|h)([1-9]\d*)")
 
 
@@ -196,7 +196,7 @@ class Ema(Section):
 class Train(Section):
     """Length (exactly one of `steps` and `epochs`) and batch."""
 
-    steps: int | None = result(None, ge=1, le=MAX_STEPS, description="optimizer steps")
+    steps: int | None = result(None, ge=1, description="optimizer steps")
     epochs: float | None = result(None, gt=0, description="passes over the data, instead of steps")
     global_batch_size: int = result(ge=1, le=2**24, description="samples of one step, over all processes")
     micro_batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = execution(

@@ -205,7 +205,7 @@ def _eval_split(recipe: Recipe, dataset: Dataset) -> Split | None:
 
 def _check_length(job: Job) -> None:
     if job.steps > MAX_STEPS:
-        raise VitptError(f"train.epochs: {job.recipe.train.epochs:g} are {job.steps:.3g} steps; at most {MAX_STEPS:,}")
+        raise VitptError(f"train.steps or train.epochs: {job.steps:.3g} steps; at most {MAX_STEPS:,}")
     if job.recipe.schedule.warmup_steps >= job.steps:
         raise VitptError(
             f"schedule.warmup_steps: {job.recipe.schedule.warmup_steps} steps of warmup, but the run has {job.steps} steps",
