@@ -298,6 +298,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 def _shapes(path: Path) -> dict[str, list[int]]:
     """Shape of each tensor of a file, from its head."""
     try:
+        path.open("rb").close()  # safetensors calls missing what it may not read
         with safe_open(path, "pt") as file:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
@@ -312,6 +313,7 @@ def load_tensors(folder: Path, group: str = MODEL) -> dict[str, torch.Tensor]:
     """
     path = folder / f"{group}.safetensors"
     try:
+        path.open("rb").close()
         # clone: load_file maps the file, and a file replaced underneath a mapping ends the process
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
@@ -370,7 +372,10 @@ def write_tensors(path: Path, tensors: Tensors) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> VitptError:
-    what = "missing" if isinstance(error, FileNotFoundError) else f"not a readable safetensors file ({error})"
+    if isinstance(error, FileNotFoundError):
+        return VitptError(f"{path}: missing", exit_code=Exit.DATA)
+    why = error.strerror if isinstance(error, OSError) else error
+    what = f"not a readable safetensors file ({why})"
     return VitptError(f"{path}: {what}", exit_code=Exit.DATA)
 
 
