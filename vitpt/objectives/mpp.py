@@ -39,13 +39,8 @@ class Mpp(nn.Module):
         self.section = section
         self.config = config
         self.units = num_corrupted(config.num_patches, section.corrupt)  # loss terms per sample
-        outputs = {
-            "mean_color_3bit": COLORS,
-            "cells_4x4_3bit": CELLS * CELLS * COLORS,
-            "pixels": config.patch**2 * 3,
-        }
         self.mask_token = nn.Parameter(torch.zeros(config.width))
-        self.head = nn.Linear(config.width, outputs[section.target])
+        self.head = nn.Linear(config.width, num_outputs(section, config.patch))
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
@@ -145,6 +140,12 @@ def _by_kind(name: str, terms: Tensor, kinds: Tensor, weights: Tensor) -> dict[s
         sums = torch.where(of_kind, terms * counted, 0.0).sum(), torch.where(of_kind, counted, 0.0).sum()
         metrics[f"{name}_{label}"] = torch.stack(sums)
     return metrics
+
+
+def num_outputs(section: schema.Mpp, patch: int) -> int:
+    """Outputs of the head for each corrupted patch."""
+    outputs = {"mean_color_3bit": COLORS, "cells_4x4_3bit": CELLS * CELLS * COLORS, "pixels": patch**2 * 3}
+    return outputs[section.target]
 
 
 def num_corrupted(num_patches: int, ratio: float) -> int:

@@ -10,6 +10,7 @@ from vitpt.errors import Exit, VitptError
 from vitpt.fsio import size_text
 from vitpt.models.variants import macs
 from vitpt.objectives import Task
+from vitpt.objectives.mpp import num_corrupted, num_outputs
 from vitpt.train.job import Job
 
 CPU_MICRO_BATCH = 64
@@ -89,7 +90,7 @@ def require_memory(job: Job) -> None:
         )
 
 
-def plan_rows(job: Job, *, ranks: int = 1, decoder: str = "") -> list[tuple[str, str]]:
+def plan_rows(job: Job, *, ranks: int = 1) -> list[tuple[str, str]]:
     """The plan of a run as (what, how much) rows, for people."""
     recipe, model = job.recipe, job.model
     batch = recipe.train.global_batch_size
@@ -113,8 +114,6 @@ def plan_rows(job: Job, *, ranks: int = 1, decoder: str = "") -> list[tuple[str,
     ]
     if batch > job.num_samples:
         rows.append(("note", f"a batch of {batch} holds some of the {job.num_samples} samples more than once"))
-    if decoder:
-        rows.append(("decoder", decoder))
     if ranks > 1:
         rows.append(("processes", str(ranks)))
     return rows
@@ -125,9 +124,8 @@ def forward_macs(job: Job) -> int:
     objective = job.recipe.objective
     if objective.kind == "supervised":
         return macs(job.model, num_classes=job.num_classes or 0, representation=objective.representation)
-    outputs = {"mean_color_3bit": 512, "cells_4x4_3bit": 16 * 512, "pixels": 3 * job.model.patch**2}[objective.target]
-    corrupted = max(1, int(objective.corrupt * job.model.num_patches + 0.5))
-    return macs(job.model, predictions=corrupted * outputs)
+    corrupted = num_corrupted(job.model.num_patches, objective.corrupt)
+    return macs(job.model, predictions=corrupted * num_outputs(objective, job.model.patch))
 
 
 def backbone_parameters(job: Job) -> int:
